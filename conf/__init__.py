@@ -1,0 +1,1 @@
+"""The configuration groups, installed as the package `shardwise.conf` (`pkg://shardwise.conf` for Hydra)."""

@@ -1,0 +1,1 @@
+"""The experiments and sweeps, installed as the package `shardwise.experiments`."""

@@ -1,0 +1,43 @@
+"""``python -m shardwise <command>``."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from shardwise.config import nearest
+
+
+def _train(argv: Sequence[str]) -> int:
+    from shardwise.cli import train
+
+    return train(argv)
+
+
+def _tokenize(argv: Sequence[str]) -> int:
+    from shardwise.data.tokenize import main
+
+    return main(list(argv))
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (_train, "compose a configuration and train (the same as python train.py)"),
+    "tokenize": (_tokenize, "turn text into shards of token ids for data=tokens"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv`` names; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m shardwise <command> ...\n")
+        for name, (_, text) in COMMANDS.items():
+            print(f"  {name:<10} {text}")
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        names = ", ".join(COMMANDS)
+        print(f"error: {argv[0]}: no such command{nearest(argv[0], COMMANDS)} (commands: {names})", file=sys.stderr)
+        return 2
+    return COMMANDS[argv[0]][0](argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The command line: ``python train.py ...``, which is ``python -m shardwise train ...``.
+
+It composes, checks and resolves in one process, and hands a plain job to the ranks. torch is imported only once nothing
+that the framework owns is wrong any more.
+"""
+
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import Config
+from shardwise.errors import ConfigError
+from shardwise.resolve import Resolved, is_launched_rank, resolve
+
+USER_ERROR = 2
+"""Exit status for a mistake of the user's."""
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """Compose what ``argv`` says (the command line by default), and run it; returns the exit status.
+
+    A launched rank other than the first composes nothing: it waits for the job and obeys.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if any(flag in argv for flag in ("--help", "-h")):
+        from shardwise.help import help_page
+
+        print(help_page())
+        return 0
+    if not is_launched_rank():
+        return _status_of(lambda: _compose(argv))
+    if os.environ["RANK"] != "0":
+        from shardwise.launch import hear_from_rank_zero
+
+        return _status_of(hear_from_rank_zero, rank_zero=False)
+    return _status_of(lambda: _compose_for_ranks(argv))
+
+
+def _status_of(action: Any, *, rank_zero: bool = True) -> int:
+    """Run ``action``; what goes wrong is printed as it deserves, and becomes an exit status."""
+    full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+    try:
+        return action() or 0
+    except ConfigError as error:
+        if rank_zero:
+            print(traceback.format_exc() if full else f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception as error:
+        from shardwise.launch import RanksFailedError
+        from shardwise.sweep import SweepFailedError
+
+        if isinstance(error, (RanksFailedError, SweepFailedError)):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return 1
+
+
+def _compose(argv: list[str]) -> None:
+    from shardwise.hydra_setup import run_hydra
+
+    repeated = _Repeated.from_argv(argv)
+    typed = argv if repeated is None else repeated.argv
+
+    def run(config: Config, overrides: list[str], choices: dict[str, Any]) -> None:
+        from shardwise.launch import launch
+
+        launch(_prepare(config, overrides, choices, repeated))
+
+    run_hydra(run, typed)
+
+
+def _compose_for_ranks(argv: list[str]) -> None:
+    """As rank 0 of ranks that exist already: compose, tell the others, and take part."""
+    from shardwise.hydra_setup import run_hydra
+    from shardwise.launch import launch, tell_ranks
+
+    told = False
+
+    def run(config: Config, overrides: list[str], choices: dict[str, Any]) -> None:
+        nonlocal told
+        job = _prepare(config, overrides, choices, None)
+        tell_ranks(job)
+        told = True
+        launch(job)
+
+    try:
+        for argument in argv:
+            if argument in ("-m", "--multirun") or argument.startswith("rerun="):
+                raise ConfigError(f"{argument} under torchrun would run once a rank: type it with python train.py")
+        run_hydra(run, argv)
+    finally:
+        if not told:
+            tell_ranks(None, USER_ERROR)
+
+
+def _prepare(config: Config, overrides: list[str], choices: dict[str, Any], repeated: "_Repeated | None") -> Any:
+    """Everything that can be wrong is found here; then the run folder is made."""
+    from shardwise.job import make_job
+
+    notes: list[str] = []
+    if repeated is not None:
+        config, notes = repeated.keep(config)
+    resolved = resolve(config)
+    check_plugged_in(resolved)
+    if repeated is not None:
+        notes += repeated.differences()
+    return make_job(
+        config,
+        resolved.world,
+        experiment=_experiment(config, choices),
+        overrides=overrides,
+        command=["python", *sys.argv] if sys.argv[0].endswith(".py") else ["python", "-m", "shardwise", *sys.argv[1:]],
+        notes=notes,
+    )
+
+
+def _experiment(config: Config, choices: dict[str, Any]) -> str:
+    name = config.experiment_name or choices.get("experiment") or choices.get("data") or "default"
+    return str(name).replace("/", "_")
+
+
+def check_plugged_in(resolved: Resolved) -> None:
+    """Whether what the user plugs in exists and takes its arguments; imports it, and torch with it."""
+    if resolved.world.launch == "local":
+        from shardwise.launch import warm_up
+
+        warm_up()
+    from shardwise.run import check_slots
+
+    check_slots(resolved.config)
+
+
+def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: Path) -> list[dict[str, Any]]:
+    """Check every job of a sweep, then run them all; returns their results.
+
+    Raises:
+        ConfigError: there is no job, or one of them is wrong; nothing has run then.
+        SweepFailedError: a job failed.
+    """
+    from shardwise.job import make_job
+    from shardwise.sweep import run_jobs
+
+    try:
+        if not composed:
+            raise ConfigError("the sweep has no job: give some key two values, such as -m batch.global_size=32,64")
+        resolved = [resolve(config) for config, _, _ in composed]
+        for one in resolved:
+            check_plugged_in(one)
+    except ConfigError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    jobs = [
+        make_job(
+            config,
+            one.world,
+            experiment=_experiment(config, choices),
+            overrides=overrides,
+            command=["python", *sys.argv],
+            run_id=f"{folder.name}-{number}",
+        )
+        for number, ((config, overrides, choices), one) in enumerate(zip(composed, resolved, strict=True))
+    ]
+    outcomes = run_jobs(jobs, folder=folder, on_failure=composed[0][0].sweep.on_failure)
+    return [outcome.result or {} for outcome in outcomes]
+
+
+class _Repeated:
+    """A run that is repeated from its folder: what was typed then, followed by what is typed now."""
+
+    def __init__(self, folder: Path, stored: list[str], rest: list[str]) -> None:
+        self.folder = folder
+        self.stored = stored
+        self.argv = [*stored, *rest]
+
+    @classmethod
+    def from_argv(cls, argv: Sequence[str]) -> "_Repeated | None":
+        """The run that ``rerun=<folder>`` names, or None.
+
+        Raises:
+            ConfigError: the folder is no run's.
+        """
+        from shardwise.hydra_setup import read_yaml
+
+        named = [argument for argument in argv if argument.startswith("rerun=")]
+        if not named:
+            return None
+        if len(named) > 1:
+            raise ConfigError(f"{' '.join(named)}: one run can be repeated at a time")
+        folder = Path(named[0].partition("=")[2].strip("'\"")).expanduser()
+        path = folder / "overrides.yaml"
+        if not path.is_file() or not (folder / "config.yaml").is_file():
+            raise ConfigError(
+                f"rerun={folder} is no run folder: one holds overrides.yaml and config.yaml, such as "
+                f"outputs/<experiment>/<run id>"
+            )
+        stored = read_yaml(path)
+        if not isinstance(stored, list) or not all(isinstance(line, str) for line in stored):
+            raise ConfigError(f"{path} is damaged: a list of overrides is expected")
+        # Which packages may be named is the user's word, not a folder's.
+        stored = [line for line in stored if not line.lstrip("+~").startswith(("plugins=", "hydra"))]
+        return cls(folder, stored, [argument for argument in argv if not argument.startswith("rerun=")])
+
+    def keep(self, config: Config) -> tuple[Config, list[str]]:
+        """``config`` with the folder's values where only the defaults have changed since, and a line for each."""
+        from shardwise.config import from_plain, to_plain
+        from shardwise.hydra_setup import compose_plain, read_yaml
+
+        then = read_yaml(self.folder / "config.yaml")
+        if not isinstance(then, dict):
+            raise ConfigError(f"{self.folder / 'config.yaml'} is damaged: a mapping is expected")
+        then.pop("derived", None)
+        then.pop("plugins", None)
+        now, asked, notes = _flat(compose_plain(self.stored)), to_plain(config), []
+        flat_asked = _flat(asked)
+        for key, value in _flat(then).items():
+            if key not in now:
+                notes.append(f"{'.'.join(key)}={value!r} of the repeated run is no key any more and is left out")
+            elif now[key] != value and flat_asked.get(key) == now[key]:
+                _put(asked, key, value)
+                notes.append(
+                    f"{'.'.join(key)}={value!r} is kept from the repeated run (the default is {now[key]!r} now)"
+                )
+        return from_plain(asked), notes
+
+    def differences(self) -> list[str]:
+        """What differs between then and now in code, versions and hardware, a line each."""
+        import json
+
+        from shardwise.provenance import collect, differences
+
+        try:
+            then = json.loads((self.folder / "provenance.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            return [f"{self.folder / 'provenance.json'} cannot be read ({error}): what differs is unknown"]
+        now = collect(command=[], seed=0, ranks=[])
+        return [f"differs from the repeated run: {line}" for line in differences(then, now)] or [
+            "code, versions and hardware are those of the repeated run"
+        ]
+
+
+def _flat(plain: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    flat: dict[tuple[str, ...], Any] = {}
+    for key, value in plain.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flat(value, (*prefix, str(key))))
+        else:
+            flat[(*prefix, str(key))] = value
+    return flat
+
+
+def _put(plain: dict[str, Any], key: tuple[str, ...], value: Any) -> None:
+    for part in key[:-1]:
+        plain = plain[part]
+    plain[key[-1]] = value

@@ -1,0 +1,1 @@
+"""The order of samples, and the data modules that ship with the package."""

@@ -1,0 +1,83 @@
+"""A job: one resolved run in plain values, as it is handed from who composes it to the ranks that obey."""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import Config, from_plain, to_plain
+from shardwise.errors import ConfigError
+from shardwise.resolve import Resolved, World, resolve_in
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a rank needs to know; plain, so that it can travel as JSON."""
+
+    config: dict[str, Any]
+    world: dict[str, Any]
+    run_id: str
+    run_folder: str
+    """Absolute."""
+    overrides: list[str] = field(default_factory=list)
+    """What was typed."""
+    command: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Lines for the start-up table, such as what differs from the run that is repeated."""
+
+    def resolved(self) -> Resolved:
+        """The typed configuration with everything derived from it."""
+        return resolve_in(from_plain(self.config), World(**self.world))
+
+    def dumps(self) -> str:
+        """The job as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> "Job":
+        """A job from :meth:`dumps`."""
+        return cls(**json.loads(text))
+
+
+def make_job(
+    config: Config,
+    world: World,
+    *,
+    experiment: str,
+    overrides: Sequence[str],
+    command: Sequence[str],
+    notes: Sequence[str] = (),
+    run_id: str | None = None,
+) -> Job:
+    """A job with a run folder of its own, just made, under ``output_root/<experiment>/``.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+    """
+    run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    folder = Path(config.output_root).absolute() / experiment / run_id
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        (folder / "ranks").mkdir()
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    return Job(to_plain(config), asdict(world), run_id, str(folder), list(overrides), list(command), list(notes))
+
+
+def unwritable(path: str | os.PathLike[str], error: OSError) -> ConfigError:
+    """The error for a run folder that cannot be written: what, why, and what to type."""
+    return ConfigError(
+        f"cannot write {path}: {error.strerror or error}; free some space, or type output_root=<another folder>"
+    )
+
+
+def write_json(path: Path, plain: Any) -> None:
+    """JSON under a temporary name first, so that nobody reads half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(plain, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,133 @@
+"""The two tasks: what a model's output means, what it costs, and how well it does.
+
+Both are LightningModules around a plain ``torch.nn.Module`` and know nothing of ranks. ``training_step`` returns the
+sum of the losses and what it is a sum over; ``count_targets`` says the latter before the forward pass, so that the
+divisor is known over all ranks in time.
+"""
+
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+IGNORED = -100
+"""Target that counts for nothing, as in ``torch.nn.functional.cross_entropy``."""
+
+
+def wide(logits: Tensor) -> Tensor:
+    """Logits in float32 or wider: a loss computed from bfloat16 logits is off in the second digit."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class _Task(LightningModule):
+    """A model, and metrics that are exact over all data-parallel ranks."""
+
+    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.model = model
+        self.label_smoothing = label_smoothing
+        self.metrics = nn.ModuleDict()
+
+    def measure(self, stage: str, **metrics: Metric) -> None:
+        """Add metrics for a stage (val or test); sums in float64 so that large sets lose nothing."""
+        self.metrics[stage] = nn.ModuleDict({name: metric.set_dtype(torch.float64) for name, metric in metrics.items()})
+
+    def setup(self, stage: str) -> None:
+        group = getattr(self.trainer.strategy, "dp_group", None)
+        for metric in self.metrics.modules():
+            if isinstance(metric, Metric):
+                metric.process_group = group
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+    def log_stage(self, stage: str) -> None:
+        """Log the metrics of a stage under ``<stage>/<name>``, reduced at the end of its loop."""
+        for name, metric in self.metrics[stage].items():
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate("test", batch)
+
+    def evaluate(self, stage: str, batch: Any) -> None:
+        """Update the metrics of ``stage`` with one batch and log them."""
+        raise NotImplementedError
+
+
+class Classification(_Task):
+    """One label an input: ``(inputs, labels)``, logits (B, K), labels (B,) int64; loss is the mean over samples.
+
+    Args:
+        model: maps inputs to logits (B, K).
+        num_classes: K.
+        label_smoothing: share of the target given to all classes alike (training only).
+    """
+
+    def __init__(self, model: nn.Module, *, num_classes: int, label_smoothing: float = 0.0) -> None:
+        super().__init__(model, label_smoothing=label_smoothing)
+        for stage in ("val", "test"):
+            accuracy = MulticlassAccuracy(num_classes=num_classes, average="micro", validate_args=False)
+            self.measure(stage, loss=MeanMetric(), accuracy=accuracy)
+
+    def count_targets(self, batch: tuple[Tensor, Tensor]) -> int:
+        """Samples of the batch."""
+        return batch[1].size(0)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, int]:
+        inputs, labels_B = batch
+        loss = F.cross_entropy(
+            wide(self.model(inputs)), labels_B, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        return loss, labels_B.size(0)
+
+    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        inputs, labels_B = batch
+        logits_BK = wide(self.model(inputs))
+        metrics = self.metrics[stage]
+        metrics["loss"].update(F.cross_entropy(logits_BK, labels_B, reduction="none"))
+        metrics["accuracy"].update(logits_BK, labels_B)
+        self.log_stage(stage)
+
+
+class LanguageModel(_Task):
+    """The next token: ``(tokens, targets)``, both (B, T) int64, targets already shifted; loss is the mean over targets.
+
+    Args:
+        model: maps tokens (B, T) to logits (B, T, V).
+        label_smoothing: share of the target given to the whole vocabulary alike (training only).
+    """
+
+    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0) -> None:
+        super().__init__(model, label_smoothing=label_smoothing)
+        for stage in ("val", "test"):
+            self.measure(stage, loss=MeanMetric())
+
+    def count_targets(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Targets of the batch that are not ignored."""
+        return (batch[1] != IGNORED).sum()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
+        tokens_BT, targets_BT = batch
+        logits_BTV = wide(self.model(tokens_BT))
+        loss = F.cross_entropy(
+            logits_BTV.flatten(0, 1),
+            targets_BT.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        return loss, self.count_targets(batch)
+
+    def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        tokens_BT, targets_BT = batch
+        logits_BTV = wide(self.model(tokens_BT))
+        losses = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="none")
+        self.metrics[stage]["loss"].update(losses[targets_BT.flatten() != IGNORED])
+        self.log_stage(stage)

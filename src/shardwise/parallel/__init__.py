@@ -1,0 +1,1 @@
+"""Meshes, sharding and collectives on torch.distributed alone: no Lightning, no configuration."""

@@ -1,0 +1,39 @@
+"""The device mesh of a run, and the agreement of all ranks on what they are part of."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.parallel.dims import ParallelDims
+
+
+def build_mesh(dims: ParallelDims, *, device_type: str) -> DeviceMesh:
+    """The mesh of all ranks, with the axes whose degree is above 1, outermost first.
+
+    Args:
+        dims: degrees; their product is the size of the default process group.
+        device_type: ``cpu`` or ``cuda``.
+    """
+    shape = {axis: degree for axis, degree in dims.shape.items() if degree > 1}
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def check_agreement(facts: dict[str, Any]) -> None:
+    """Compare what every rank believes; a collective over the default process group.
+
+    Args:
+        facts: name -> plain value that has to be the same on every rank.
+
+    Raises:
+        RuntimeError: on every rank, naming which ranks hold which value.
+    """
+    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, facts)
+    for name in sorted(set().union(*everyone)):
+        holders: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyone):
+            holders.setdefault(repr(theirs.get(name)), []).append(rank)
+        if len(holders) > 1:
+            shown = "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in holders.items())
+            raise RuntimeError(f"the ranks disagree about {name}: {shown}; start all of them with the same command")

@@ -1,0 +1,349 @@
+"""From the composed configuration and the world to what a run does: the rules that cross the groups, in one place.
+
+Pure functions of numbers and names; torch is not imported. What comes out is printed, saved and sent to the tracker.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from shardwise.config import Config
+from shardwise.errors import ConfigError
+from shardwise.lr_scaling import effective_lr
+from shardwise.parallel.dims import ParallelDims
+
+PROMISED_AXES = {"ddp": (), "fsdp": ("dp_shard",), "hsdp": ("dp_replicate", "dp_shard")}
+"""Strategy -> axes that have to come out above 1 where there is more than one rank."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a run happens: ``num_nodes`` x ``devices`` processes, one process a device."""
+
+    num_nodes: int
+    devices: int
+    accelerator: str
+    """``cpu`` or ``gpu``."""
+    launch: str
+    """``in-process``, ``local`` or ``torchrun``."""
+    reason: str
+    """Why this launch, for the start-up table."""
+
+    @property
+    def size(self) -> int:
+        """Processes over all nodes."""
+        return self.num_nodes * self.devices
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples: ``global_size = micro_size * dp_size * accumulate``."""
+
+    global_size: int
+    micro_size: int
+    accumulate: int
+    eval_size: int
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration with everything that can be derived before the data are seen."""
+
+    config: Config
+    world: World
+    dims: ParallelDims
+    batch: Batch
+    base_lr: float
+    lr: float
+
+    def derived(self) -> dict:
+        """Plain values for the tracker and ``config.yaml``: what the rules made of the configuration."""
+        return {
+            "world_size": self.world.size,
+            "num_nodes": self.world.num_nodes,
+            "devices": self.world.devices,
+            "accelerator": self.world.accelerator,
+            "launch": self.world.launch,
+            **self.dims.shape,
+            "dp_size": self.dims.dp_size,
+            **{f"batch_{key}": value for key, value in asdict(self.batch).items()},
+            "base_lr": self.base_lr,
+            "effective_lr": self.lr,
+        }
+
+
+def is_launched_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of several that torchrun (or PyTorch's elastic agent) has started."""
+    return "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def count_gpus() -> int:
+    """CUDA devices that this process may use. torch is imported only where a driver is present."""
+    if not os.path.exists("/proc/driver/nvidia") and not os.path.exists("/dev/nvidiactl"):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def resolve(config: Config, *, environ: Mapping[str, str] = os.environ, gpus: int | None = None) -> Resolved:
+    """Find the world, then apply every rule that crosses groups; see :func:`find_world` and :func:`resolve_in`."""
+    return resolve_in(config, find_world(config, environ=environ, gpus=gpus))
+
+
+def resolve_in(config: Config, world: World) -> Resolved:
+    """Apply every rule that crosses groups.
+
+    Raises:
+        ConfigError: the first contradiction, with the value, the limit and what to type instead.
+    """
+    if config.precision.kind == "16-mixed" and world.accelerator == "cpu":
+        raise ConfigError(
+            "precision=16-mixed needs a GPU (float16 on a CPU is neither fast nor safe): precision=bf16-mixed"
+        )
+    dims = find_dims(config, world)
+    check_steps(config)
+    batch = find_batch(config, dims.dp_size)
+    base_lr = config.optimizer.get("lr", 0.0)
+    if isinstance(base_lr, bool) or not isinstance(base_lr, (int, float)) or base_lr < 0:
+        raise ConfigError(f"optimizer.lr={base_lr!r}: a number of at least 0 is needed, such as optimizer.lr=1e-3")
+    scaling = config.lr_scaling
+    lr = effective_lr(
+        scaling.rule, base_lr=float(base_lr), base_batch_size=scaling.base_batch_size, global_size=batch.global_size
+    )
+    return Resolved(config=config, world=world, dims=dims, batch=batch, base_lr=float(base_lr), lr=lr)
+
+
+def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus: int | None = None) -> World:
+    """How many processes, on what, and who starts them.
+
+    Args:
+        config: the composed configuration.
+        environ: environment variables, for ranks that exist already.
+        gpus: CUDA devices of this machine; counted if not given.
+
+    Raises:
+        ConfigError: the launch, the devices and the machine contradict each other.
+    """
+    trainer, launch = config.trainer, config.launch
+    if trainer.num_nodes < 1:
+        raise ConfigError(f"trainer.num_nodes={trainer.num_nodes}: at least one machine is needed")
+    if isinstance(trainer.devices, str) and trainer.devices != "auto":
+        raise ConfigError(f"trainer.devices={trainer.devices!r}: a number of processes or auto is needed")
+    if isinstance(trainer.devices, int) and trainer.devices < 1:
+        raise ConfigError(f"trainer.devices={trainer.devices}: at least one process is needed (auto takes all GPUs)")
+    launched = is_launched_rank(environ)
+    if launch.kind == "torchrun" and not launched:
+        raise ConfigError(
+            "launch=torchrun, but torchrun has not started this process: type torchrun --nproc-per-node=N train.py, "
+            "or launch=local"
+        )
+    if launch.kind == "local" and launched:
+        raise ConfigError(
+            "launch=local, but torchrun has started this process already: leave launch=auto, or drop torchrun"
+        )
+
+    present = 0 if trainer.accelerator == "cpu" else (count_gpus() if gpus is None else gpus)
+    if trainer.accelerator in ("gpu", "cuda") and not present:
+        raise ConfigError(f"trainer.accelerator={trainer.accelerator}: no GPU is visible here: trainer.accelerator=cpu")
+    accelerator = "gpu" if present else "cpu"
+
+    if launched:
+        devices = int(environ["LOCAL_WORLD_SIZE"])
+        num_nodes = int(environ["WORLD_SIZE"]) // devices
+        for name, typed, found, default in (
+            ("devices", trainer.devices, devices, "auto"),
+            ("num_nodes", trainer.num_nodes, num_nodes, 1),
+        ):
+            if typed not in (default, found):
+                raise ConfigError(
+                    f"trainer.{name}={typed}, but torchrun started {name}={found}: leave trainer.{name} out, "
+                    f"or start torchrun with {typed}"
+                )
+        world = World(num_nodes, devices, accelerator, "torchrun", "torchrun has started the ranks")
+    else:
+        devices = trainer.devices if isinstance(trainer.devices, int) else (present or fewest_processes(config))
+        if trainer.num_nodes > 1:
+            raise ConfigError(
+                f"trainer.num_nodes={trainer.num_nodes} from one machine: type on every machine "
+                f"torchrun --nnodes={trainer.num_nodes} --nproc-per-node={devices} --rdzv-backend=c10d "
+                f"--rdzv-endpoint=<first host>:29500 train.py ..."
+            )
+        if devices == 1:
+            world = World(1, 1, accelerator, "in-process", "one process is enough")
+        else:
+            world = World(1, devices, accelerator, "local", f"{devices} processes on this machine")
+    if accelerator == "gpu" and world.devices > present:
+        raise ConfigError(
+            f"trainer.devices={world.devices}: this machine has {present} GPU{'s' if present > 1 else ''}: "
+            f"trainer.devices={present}, or trainer.accelerator=cpu"
+        )
+    return world
+
+
+def fewest_processes(config: Config) -> int:
+    """Processes on each node that the strategy needs at least over all nodes, with the degrees that were typed."""
+    degrees = _degrees(config, config.trainer.num_nodes)
+    promised = PROMISED_AXES[config.strategy.name]
+    needed = math.prod(max(degree, 2 if axis in promised else 1) for axis, degree in degrees.items())
+    return math.ceil(needed / config.trainer.num_nodes)
+
+
+def _degrees(config: Config, num_nodes: int) -> dict[str, int]:
+    replicas = config.strategy.dp_replicate
+    if replicas == "nodes":
+        replicas = num_nodes
+    if isinstance(replicas, str):
+        raise ConfigError(f"strategy.dp_replicate={replicas!r}: a number, -1 or nodes is needed")
+    return {"dp_replicate": replicas, "dp_shard": config.strategy.dp_shard}
+
+
+def find_dims(config: Config, world: World) -> ParallelDims:
+    """The mesh, and whether it is what the strategy's name promises."""
+    name, size = config.strategy.name, world.size
+    dims = ParallelDims.fill(world_size=size, **_degrees(config, world.num_nodes))
+    if size == 1 and name in ("ddp", "fsdp"):
+        return dims
+    above_one = tuple(axis for axis, degree in dims.shape.items() if degree > 1)
+    names = {("dp_replicate",): "ddp", ("dp_shard",): "fsdp", ("dp_replicate", "dp_shard"): "hsdp"}
+    if names.get(above_one) != name:
+        means = names.get(above_one, "ddp")
+        fix = f"strategy={means}"
+        if name == "hsdp" and size >= 4 and size % 2 == 0:
+            fix = f"strategy.dp_replicate=2, or {fix}"
+        elif name == "hsdp":
+            fix = f"trainer.devices=4 strategy.dp_replicate=2, or {fix}"
+        raise ConfigError(f"strategy={name} on {size} rank{'s' if size > 1 else ''} comes out as {dims}: type {fix}")
+    return dims
+
+
+def check_steps(config: Config) -> None:
+    """Refuse a training without an end, and counts that the endless stream of samples does not have."""
+    trainer = config.trainer
+    if trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None and not trainer.fast_dev_run:
+        raise ConfigError("the training has no end: type trainer.max_epochs=... or trainer.max_steps=...")
+    if trainer.max_steps < -1 or trainer.max_steps == 0:
+        raise ConfigError(
+            f"trainer.max_steps={trainer.max_steps}: a positive number of optimizer steps, or -1 for no limit"
+        )
+    if trainer.max_epochs is not None and trainer.max_epochs < 1:
+        raise ConfigError(f"trainer.max_epochs={trainer.max_epochs}: a positive number of epochs")
+    if trainer.overfit_batches:
+        raise ConfigError(
+            f"trainer.overfit_batches={trainer.overfit_batches}: samples come from one endless stream; "
+            "use trainer.limit_train_batches, or a small data set"
+        )
+    if trainer.default_root_dir is not None:
+        raise ConfigError(
+            "trainer.default_root_dir: a run's folder is output_root/<experiment>/<run id>: output_root=..."
+        )
+    if trainer.log_every_n_steps < 1:
+        raise ConfigError(
+            f"trainer.log_every_n_steps={trainer.log_every_n_steps}: at least 1 is needed; logger=none is quiet"
+        )
+
+
+def find_batch(config: Config, dp_size: int) -> Batch:
+    """Micro-batch and accumulation for ``dp_size`` data-parallel ranks."""
+    sizes = config.batch
+    for name in ("global_size", "micro_size", "accumulate", "eval_size"):
+        value = getattr(sizes, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"batch.{name}={value}: a positive number of samples is needed")
+    total = sizes.global_size
+    if total % dp_size:
+        raise ConfigError(
+            f"batch.global_size={total} does not divide over {dp_size} data-parallel ranks: "
+            f"the nearest that do are {_nearest_multiples(total, dp_size)}"
+        )
+    share = total // dp_size
+    micro, accumulate = sizes.micro_size, sizes.accumulate
+    if micro is not None and accumulate is not None:
+        if micro * accumulate * dp_size != total:
+            raise ConfigError(
+                f"batch.micro_size={micro} x {dp_size} data-parallel ranks x batch.accumulate={accumulate} is "
+                f"{micro * accumulate * dp_size}, not batch.global_size={total}: leave one of them out, or type "
+                f"batch.global_size={micro * accumulate * dp_size}"
+            )
+    elif micro is not None:
+        if share % micro:
+            raise ConfigError(
+                f"batch.micro_size={micro} x {dp_size} data-parallel ranks does not divide batch.global_size={total}: "
+                f"the nearest global sizes that do are {_nearest_multiples(total, micro * dp_size)}"
+            )
+        accumulate = share // micro
+    else:
+        accumulate = 1 if accumulate is None else accumulate
+        if share % accumulate:
+            raise ConfigError(
+                f"batch.accumulate={accumulate} x {dp_size} data-parallel ranks does not divide "
+                f"batch.global_size={total}: the nearest global sizes that do are "
+                f"{_nearest_multiples(total, accumulate * dp_size)}"
+            )
+        micro = share // accumulate
+    return Batch(global_size=total, micro_size=micro, accumulate=accumulate, eval_size=sizes.eval_size or share)
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below, above = value // of * of, (value // of + 1) * of
+    return f"{below} and {above}" if below else str(above)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the number of training samples adds: counts in optimizer steps."""
+
+    samples_per_epoch: int | None
+    """None for a stream without a length."""
+    steps_per_epoch: int | None
+    total: int
+    """Optimizer steps of the whole training, the length of the schedule."""
+    val_check_interval: int | float | None
+    """Lightning's argument: a number of steps, or 1.0 for the end of an epoch."""
+
+
+def resolve_steps(resolved: Resolved, num_samples: int | None) -> Steps:
+    """Turn epochs and fractions of an epoch into optimizer steps.
+
+    Args:
+        resolved: the resolved configuration.
+        num_samples: training samples, or None where the data are a stream without a length.
+
+    Raises:
+        ConfigError: a count needs the length that a stream does not have.
+    """
+    trainer, size = resolved.config.trainer, resolved.batch.global_size
+    per_epoch = None if num_samples is None else math.ceil(num_samples / size)
+    if per_epoch is not None and trainer.limit_train_batches is not None:
+        per_epoch = min(per_epoch, trainer.limit_train_batches)
+    totals = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if trainer.max_epochs is not None:
+        if num_samples is None:
+            if not totals:
+                raise ConfigError("trainer.max_epochs with a stream of unknown length: type trainer.max_steps=...")
+        elif trainer.limit_train_batches is not None:
+            totals.append(trainer.max_epochs * per_epoch)
+        else:
+            totals.append(math.ceil(trainer.max_epochs * num_samples / size))
+    if trainer.fast_dev_run:
+        totals.append(int(trainer.fast_dev_run))
+    if not totals:
+        raise ConfigError("the schedule needs an end in steps beside trainer.max_time: type trainer.max_steps=...")
+    interval = trainer.val_check_interval
+    if isinstance(interval, float):
+        if not 0 < interval <= 1:
+            raise ConfigError(f"trainer.val_check_interval={interval}: a fraction is above 0 and at most 1.0")
+        if interval < 1:
+            if per_epoch is None:
+                raise ConfigError(
+                    f"trainer.val_check_interval={interval} of an epoch of unknown length: type a number of steps"
+                )
+            interval = max(1, int(per_epoch * interval))
+    total = min(totals)
+    if resolved.config.schedule.warmup_steps > total:
+        raise ConfigError(
+            f"schedule.warmup_steps={resolved.config.schedule.warmup_steps} is more than the {total} steps of the "
+            f"training: at most {total}"
+        )
+    return Steps(num_samples, per_epoch, total, interval)

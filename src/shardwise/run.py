@@ -1,0 +1,352 @@
+"""Build every object of a job, fit, test, and write what came out: what each rank does with a job."""
+
+import json
+import math
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import nn
+
+from shardwise.config import Config, to_plain
+from shardwise.data.sharded import ShardedDataModule
+from shardwise.errors import ConfigError
+from shardwise.hydra_setup import write_yaml
+from shardwise.job import Job, unwritable, write_json
+from shardwise.models.batch_norm import batch_statistics_layers
+from shardwise.optim import build_optimizer, build_scheduler
+from shardwise.parallel.initialise import stable_seed
+from shardwise.progress import ShowProgress, StepMetrics
+from shardwise.provenance import collect, without_secrets
+from shardwise.resolve import Resolved, Steps, resolve_steps
+from shardwise.slots import AUTO, accepts, arguments, build, check_arguments, find_target
+from shardwise.strategies import MeshStrategy
+from shardwise.summary import StartUp, show_end
+from shardwise.tracking import JsonlLogger, WandbTracker
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Train and test as the job says, on this rank; returns what ``result.json`` holds.
+
+    Raises:
+        ConfigError: something of the configuration shows only now to be wrong, with the data or the model at hand.
+    """
+    resolved = job.resolved()
+    config = resolved.config
+    rank = int(os.environ.get("RANK", "0"))
+    _quiet_lightning()
+    _share_cores(resolved)
+    if config.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    data = build_data(resolved, rank)
+    steps = resolve_steps(resolved, data.num_train_samples)
+    torch.manual_seed(stable_seed(config.seed, "init"))
+    task = build_task(resolved, data, steps)
+    trainer = build_trainer(job, resolved, steps, notes=_warnings(task, config))
+    trackers = [logger for logger in trainer.loggers if isinstance(logger, WandbTracker)]
+    writer = _RunFolder(job, resolved) if rank == 0 else None
+    exit_code, status = 1, "failed"
+    try:
+        if writer is not None:
+            derived = {**resolved.derived(), "total_steps": steps.total, "samples_per_epoch": steps.samples_per_epoch}
+            writer.start(derived)
+            for logger in trainer.loggers:
+                logger.log_hyperparams({**without_secrets(to_plain(config)), "derived": derived})
+        trainer.fit(task, datamodule=data)
+        tested = is_overridden("test_step", task) and is_overridden("test_dataloader", data)
+        if tested and not config.trainer.fast_dev_run:
+            trainer.test(task, datamodule=data, verbose=False)
+        exit_code, status = 0, "completed"
+    except (OSError, RuntimeError) as error:
+        if getattr(error, "errno", None) in (28, 30, 13):
+            raise unwritable(job.run_folder, error) from error  # type: ignore[arg-type]
+        raise
+    finally:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        result = {"status": status, "run_id": job.run_id, "steps": trainer.global_step, "metrics": values}
+        if writer is not None:
+            writer.finish(result)
+        for tracker in trackers:
+            tracker.finish(exit_code)
+        if dist.is_available() and dist.is_initialized() and exit_code == 0:
+            dist.destroy_process_group()
+    if rank == 0:
+        show_end(job, result)
+    return result
+
+
+def check_slots(config: Config) -> None:
+    """Whether everything that is plugged in exists, is of its slot's kind and takes its arguments; starts nothing.
+
+    The model is built on the meta device where the data module says enough before it has loaded anything.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    plugins = config.plugins
+    for slot, supplied in (("data", ()), ("model", ()), ("task", ("model",)), ("logger", ("save_dir", "run_id"))):
+        node = getattr(config, slot)
+        if node.get("_target_") or slot in ("data", "task"):
+            target = find_target(slot, node, plugins=plugins)
+            free = tuple(name for name in supplied if name not in node)
+            check_arguments(target, arguments(node), where=slot, supplied=free)
+    target = find_target("optimizer", config.optimizer, plugins=plugins)
+    check_arguments(target, arguments(config.optimizer), where="optimizer", supplied=("params",))
+    given = {key: value for key, value in arguments(config.optimizer).items() if key != "lr"}
+    build_optimizer([("probe", nn.Parameter(torch.zeros(1)))], target=target, lr=1e-3, **given)  # type: ignore[arg-type]
+    for name, node in config.callbacks.items():
+        target = find_target("callbacks", node, plugins=plugins, where=f"callbacks.{name}")
+        check_arguments(target, arguments(node), where=f"callbacks.{name}")
+    data = build(find_target("data", config.data, plugins=plugins), arguments(config.data), where="data")
+    unknown = [key for key, value in config.model.items() if value == AUTO and getattr(data, key, None) is None]
+    task = find_target("task", config.task, plugins=plugins)
+    if not unknown and accepts(task, "model"):
+        model = config.model.get("_target_") and find_target("model", config.model, plugins=plugins)
+        if hasattr(model, "init_parameter"):
+            build_model(config, data)
+
+
+# ---- building ------------------------------------------------------------------------------------------------------
+
+
+def build_data(resolved: Resolved, rank: int) -> ShardedDataModule:
+    """The data module, prepared and set up, as this rank's share of the stream of samples."""
+    config, dims, batch = resolved.config, resolved.dims, resolved.batch
+    target = find_target("data", config.data, plugins=config.plugins)
+    inner = build(target, arguments(config.data), where="data")
+    data = ShardedDataModule(
+        inner,
+        seed=config.seed,
+        global_size=batch.global_size,
+        eval_batch_size=batch.eval_size,
+        dp_rank=dims.dp_rank(rank),
+        dp_size=dims.dp_size,
+    )
+    # Before the ranks need one another: a long download would otherwise run into the limit of a collective.
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def fill_auto(given: dict[str, Any], data: Any, *, where: str) -> dict[str, Any]:
+    """Arguments with every ``auto`` replaced by the data module's attribute of the same name.
+
+    Raises:
+        ConfigError: the data have no such attribute.
+    """
+    filled = {}
+    for key, value in given.items():
+        if value == AUTO:
+            value = getattr(data, key, None)
+            if value is None:
+                name = type(getattr(data, "inner", data)).__name__
+                raise ConfigError(f"{where}.{key}=auto, but {name} has no {key}: type {where}.{key}=<value>")
+        filled[key] = value
+    return filled
+
+
+def build_model(config: Config, data: Any) -> nn.Module | None:
+    """The model, on the meta device if it says how each parameter starts, else on the CPU; None if there is none."""
+    if not config.model.get("_target_"):
+        return None
+    target = find_target("model", config.model, plugins=config.plugins)
+    given = fill_auto(arguments(config.model), data, where="model")
+    if hasattr(target, "init_parameter"):
+        with torch.device("meta"):
+            return build(target, given, where="model")
+    return build(target, given, where="model")
+
+
+def build_task(resolved: Resolved, data: Any, steps: Steps) -> pl.LightningModule:
+    """The LightningModule, with optimizer and schedule from the configuration unless it brings its own."""
+    config = resolved.config
+    target = find_target("task", config.task, plugins=config.plugins)
+    given = fill_auto(arguments(config.task), data, where="task")
+    model = build_model(config, data) if accepts(target, "model") else None
+    if accepts(target, "model") and model is None:
+        raise ConfigError(f"task {target.__name__} needs a model: type model=<choice> or model._target_=...")
+    task = build(target, given, where="task", **({} if model is None else {"model": model}))
+    if is_overridden("configure_optimizers", task):
+        if config.lr_scaling.rule != "none":
+            raise ConfigError(
+                f"lr_scaling={config.lr_scaling.rule}, but {target.__name__} has a configure_optimizers of its own: "
+                f"remove that, or type lr_scaling=none"
+            )
+        return task
+    task.configure_optimizers = _optimizers(task, resolved, steps)  # type: ignore[method-assign]
+    return task
+
+
+def _optimizers(task: pl.LightningModule, resolved: Resolved, steps: Steps) -> Callable[[], Any]:
+    config = resolved.config
+    target = find_target("optimizer", config.optimizer, plugins=config.plugins)
+    given = {key: value for key, value in arguments(config.optimizer).items() if key != "lr"}
+    schedule = config.schedule
+
+    def configure_optimizers() -> Any:
+        optimizer = build_optimizer(task.named_parameters(), target=target, lr=resolved.lr, **given)  # type: ignore[arg-type]
+        scheduler = build_scheduler(
+            optimizer,
+            kind=schedule.kind,
+            total_steps=steps.total,
+            warmup_steps=schedule.warmup_steps,
+            min_ratio=schedule.min_ratio,
+            decay_fraction=schedule.decay_fraction,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return configure_optimizers
+
+
+def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence[str] = ()) -> pl.Trainer:
+    """Lightning's Trainer around :class:`MeshStrategy`, with this job's loggers and callbacks."""
+    config, world, options = resolved.config, resolved.world, to_plain(resolved.config)["trainer"]
+    strategy = MeshStrategy(
+        dp_replicate=resolved.dims.dp_replicate,
+        dp_shard=resolved.dims.dp_shard,
+        accumulate=resolved.batch.accumulate,
+        seed=config.seed,
+        reshard_after_forward=config.strategy.reshard_after_forward,
+        defer_gradient_sync=config.strategy.defer_gradient_sync,
+        find_unused_parameters=config.strategy.find_unused_parameters,
+        start_timeout=config.launch.start_timeout,
+        collective_timeout=config.launch.collective_timeout,
+        facts={"configuration": _fingerprint(job), "run id": job.run_id, "torch": torch.__version__},
+        cluster_environment=TorchElasticEnvironment() if world.size > 1 else LightningEnvironment(),
+    )
+    metrics = StepMetrics(total_steps=steps.total, global_size=resolved.batch.global_size)
+    callbacks: list[pl.Callback] = [metrics, StartUp(job, resolved, steps, notes=notes)]
+    if options.pop("enable_progress_bar"):
+        callbacks.append(ShowProgress(metrics, total_steps=steps.total, stream=getattr(sys.stdout, "_stream", None)))
+    for name, node in config.callbacks.items():
+        target = find_target("callbacks", node, plugins=config.plugins, where=f"callbacks.{name}")
+        callbacks.append(build(target, arguments(node), where=f"callbacks.{name}"))
+    options.update(
+        accelerator=world.accelerator,
+        devices=world.devices,
+        num_nodes=world.num_nodes,
+        precision=config.precision.kind,
+        max_steps=steps.total,
+        val_check_interval=steps.val_check_interval,
+        default_root_dir=job.run_folder,
+    )
+    if options["max_epochs"] is None:
+        options["max_epochs"] = -1
+    trainer = pl.Trainer(
+        strategy=strategy,
+        logger=False if config.trainer.barebones else build_loggers(job, resolved),
+        callbacks=None if config.trainer.barebones else callbacks,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+    # Signals have one owner (worker.py). Lightning's own broadcast before each batch, which would tell the ranks of a
+    # SIGTERM, costs a device synchronisation a step and hides the error of a dead peer.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer
+
+
+def build_loggers(job: Job, resolved: Resolved) -> list[Any]:
+    """``metrics.jsonl``, and the logger of the configuration if there is one; only rank 0 of them writes."""
+    config = resolved.config
+    folder = Path(job.run_folder)
+    loggers: list[Any] = [JsonlLogger(folder / "metrics.jsonl")]
+    if config.logger.get("_target_"):
+        target = find_target("logger", config.logger, plugins=config.plugins)
+        offered = {"save_dir": job.run_folder, "run_id": job.run_id}
+        supplied = {key: value for key, value in offered.items() if accepts(target, key)}
+        given = arguments(config.logger)
+        loggers.append(build(target, given, where="logger", **{k: v for k, v in supplied.items() if k not in given}))
+    return loggers
+
+
+def _fingerprint(job: Job) -> str:
+    """A hash of everything that all ranks have to have been told alike."""
+    return hex(stable_seed(json.dumps([job.config, job.world], sort_keys=True)))
+
+
+def _warnings(task: nn.Module, config: Config) -> list[str]:
+    """What a person should know before the numbers come."""
+    notes = []
+    layers = batch_statistics_layers(task)
+    if layers:
+        shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+        notes.append(
+            f"{shown}: statistics over a micro-batch, so the curve depends on batch.micro_size and the number of ranks "
+            f"(residual networks: model.norm=group)"
+        )
+    model = getattr(task, "model", task)
+    if not hasattr(model, "init_parameter"):
+        size = sum(p.numel() * p.element_size() for p in task.parameters())
+        if config.strategy.name != "ddp":
+            notes.append(
+                f"{type(model).__name__} defines no init_parameter: every rank builds it whole on the CPU "
+                f"({size / 2**20:,.0f} MiB) before it is sharded"
+            )
+    return notes
+
+
+def _share_cores(resolved: Resolved) -> None:
+    """Each process its share of the cores, or everything crawls; OMP_NUM_THREADS is obeyed."""
+    if resolved.world.devices > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // resolved.world.devices))
+
+
+def _quiet_lightning() -> None:
+    """Drop what Lightning says that is untrue or of no use here, and nothing else."""
+    import logging
+
+    for name in ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # The number of loader workers is the user's choice; a logger is chosen by logger=.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*`tensorboardX` has been removed.*")
+
+
+# ---- what a run leaves ---------------------------------------------------------------------------------------------
+
+
+class _RunFolder:
+    """The files that explain a run; rank 0 writes them."""
+
+    def __init__(self, job: Job, resolved: Resolved) -> None:
+        self.job = job
+        self.resolved = resolved
+        self.folder = Path(job.run_folder)
+        self.started = time.time()
+
+    def start(self, derived: dict[str, Any]) -> None:
+        """``config.yaml``, ``overrides.yaml`` and ``provenance.json``, before the first step."""
+        write_yaml(self.folder / "config.yaml", without_secrets({**self.job.config, "derived": derived}))
+        write_yaml(self.folder / "overrides.yaml", without_secrets(list(self.job.overrides)))
+        world, dims = self.resolved.world, self.resolved.dims
+        ranks = [
+            {
+                "rank": rank,
+                "node": rank // world.devices,
+                "local_rank": rank % world.devices,
+                "dp": dims.dp_rank(rank),
+                **({"host": socket.gethostname()} if rank // world.devices == 0 else {}),
+            }
+            for rank in range(world.size)
+        ]
+        record = collect(command=self.job.command, seed=self.resolved.config.seed, ranks=ranks)
+        write_json(self.folder / "provenance.json", record)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """``result.json``; a value that is no number of JSON's is null."""
+        metrics = {name: value if math.isfinite(value) else None for name, value in result["metrics"].items()}
+        seconds = round(time.time() - self.started, 3)
+        write_json(self.folder / "result.json", {**result, "metrics": metrics, "seconds": seconds})

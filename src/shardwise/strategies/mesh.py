@@ -1,0 +1,534 @@
+"""One Lightning strategy for every layout: a device mesh, and the numbers of one device.
+
+Lightning's batch is this rank's share of one global batch; it is cut into micro-batches here, and gradients travel once
+per optimizer step. The loss of the step is the mean over the global batch: each micro-batch is weighted with what it
+counts (samples, or targets that are not ignored) over what all ranks count.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_fabric.plugins import ClusterEnvironment
+from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning_fabric.utilities.optimizer import _optimizers_to_device
+from lightning_fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardwise.errors import ConfigError
+from shardwise.parallel.dims import ParallelDims
+from shardwise.parallel.fsdp import shard_module
+from shardwise.parallel.initialise import materialise, stable_seed
+from shardwise.parallel.mesh import build_mesh, check_agreement
+from shardwise.strategies.micro_batches import batch_samples, split_batch
+from shardwise.strategies.precision import MIXED, mesh_precision
+
+
+class MeshStrategy(ParallelStrategy):
+    """Data parallelism, replicated or sharded or both, on one device mesh.
+
+    Args:
+        dp_replicate: replicas whose gradients are all-reduced; -1 (the default unless ``dp_shard`` is -1) means the
+            remaining ranks.
+        dp_shard: ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 likewise.
+        accumulate: micro-batches into which each of Lightning's batches is cut; Trainer's own
+            ``accumulate_grad_batches`` has to stay 1.
+        seed: initial weights, and (with the data-parallel rank) noise such as dropout.
+        reshard_after_forward: free a block's gathered parameters after its forward pass (FSDP).
+        defer_gradient_sync: reduce gradients once, after the last micro-batch; False trades traffic for the memory of
+            unsharded gradients (FSDP).
+        find_unused_parameters: as in DistributedDataParallel.
+        start_timeout: seconds for meeting the other ranks and for the first step.
+        collective_timeout: seconds for a collective after the first step.
+        facts: name -> plain value on which all ranks have to agree when training starts.
+
+    The product of the degrees has to be the number of processes. Works with CPUs (gloo) and GPUs (NCCL).
+    """
+
+    def __init__(
+        self,
+        *,
+        dp_replicate: int | None = None,
+        dp_shard: int = 1,
+        accumulate: int = 1,
+        seed: int = 0,
+        reshard_after_forward: bool = True,
+        defer_gradient_sync: bool = True,
+        find_unused_parameters: bool = False,
+        start_timeout: float = 600.0,
+        collective_timeout: float = 120.0,
+        facts: Mapping[str, Any] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+    ) -> None:
+        self._precision_name: str | None = None
+        super().__init__(cluster_environment=cluster_environment)
+        self._degrees = {
+            "dp_replicate": (1 if dp_shard == -1 else -1) if dp_replicate is None else dp_replicate,
+            "dp_shard": dp_shard,
+        }
+        self.accumulate = accumulate
+        self.seed = seed
+        self._reshard_after_forward = reshard_after_forward
+        self._defer_gradient_sync = defer_gradient_sync
+        self._find_unused_parameters = find_unused_parameters
+        self._start_timeout = timedelta(seconds=start_timeout)
+        self._collective_timeout = timedelta(seconds=collective_timeout)
+        self._facts = dict(facts or {})
+        self._num_nodes = 1
+        self._ready: LightningModule | None = None
+        self._step: _Step | None = None
+        self._starting = True
+        self.mesh: DeviceMesh | None = None
+        self.dims = ParallelDims()
+        """Degrees; known once the processes are connected."""
+
+    # ---- where this process is ------------------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the ``dp_size`` shares of a global batch is this rank's."""
+        return self.dims.dp_rank(self.global_rank)
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.dims.dp_size
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that see different samples; None with one process."""
+        return dist.group.WORLD if self.dims.world_size > 1 else None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded with FSDP."""
+        return self.dims.dp_shard > 1
+
+    @property
+    def reduction_dtype(self) -> torch.dtype | None:
+        """Format in which gradients are added up over ranks; None with one device."""
+        if self.dp_size == 1 or self.lightning_module is None:
+            return None
+        if self.sharded and self._precision_name in MIXED:
+            return torch.float32
+        return next((p.dtype for p in self.lightning_module.parameters() if p.requires_grad), None)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning has to give a loader of its own making a sampler for its share."""
+        return self.dp_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's environment which process this is (called by the Trainer)."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # What logs on rank zero only has to know its rank before any group exists.
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        if self.num_processes * self.num_nodes > 1 and not environment.creates_processes_externally:
+            # Lightning's subprocess launcher would type the command line again in every rank.
+            self._launcher = _Spawn(self, start_method="spawn")
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        world_size = self.num_nodes * self.num_processes
+        self.dims = ParallelDims.fill(world_size=world_size, **self._degrees)
+        if world_size == 1 or self.mesh is not None:
+            return
+        assert self.cluster_environment is not None
+        on_gpu = self.root_device.type == "cuda"
+        options: dict[str, Any] = {"timeout": self._start_timeout}
+        if on_gpu:
+            options["device_id"] = self.root_device
+        _init_dist_connection(self.cluster_environment, "nccl" if on_gpu else "gloo", **options)
+        check_agreement(
+            {
+                "world size": dist.get_world_size(),
+                "number of devices a node": self.num_processes,
+                "mesh": str(self.dims),
+                "seed": self.seed,
+                "micro-batches": self.accumulate,
+                **self._facts,
+            }
+        )
+        self.mesh = build_mesh(self.dims, device_type=self.root_device.type)
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin = mesh_precision(
+            self._precision_name or "32-true", device_type=self.root_device.type, sharded=self.sharded
+        )
+        module = self.lightning_module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            _check_contract(module, trainer)
+        if self._ready is not module:
+            self._parallelise(module)
+            self._ready = module
+        if fitting:
+            if self.dims.dp_replicate > 1 and not self.sharded:
+                self.model = self._wrap_ddp(module)
+            self.setup_optimizers(trainer)
+            # Initial weights are drawn from generators of their own; from here on each share of the data has its noise.
+            torch.manual_seed(stable_seed(self.seed, "noise", self.dp_rank))
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        if self.sharded:
+            # Buffers gathered under inference_mode could not be used in training again.
+            for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+                loop.inference_mode = False
+            trainer.predict_loop.inference_mode = False
+
+    def _parallelise(self, module: LightningModule) -> None:
+        """Formats, sharding, then memory and initial values: nothing is held whole that is kept in parts."""
+        self.precision_plugin.convert_module(module)
+        if self.sharded:
+            assert self.mesh is not None
+            shard_module(
+                module,
+                mesh=self.mesh,
+                compute_dtype=MIXED.get(self._precision_name or ""),
+                reshard_after_forward=self._reshard_after_forward,
+            )
+        materialise(module, seed=self.seed, device=self.root_device)
+
+    def _wrap_ddp(self, module: LightningModule) -> DistributedDataParallel:
+        on_gpu = self.root_device.type == "cuda"
+        return DistributedDataParallel(
+            module,
+            device_ids=[self.root_device.index] if on_gpu else None,
+            process_group=self.dp_group,
+            # Only running statistics change during training; tables such as rotary positions never do.
+            broadcast_buffers=any(isinstance(layer, _BatchNorm) for layer in module.modules()),
+            find_unused_parameters=self._find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+
+    def model_to_device(self) -> None:
+        """Nothing: parameters are created where they belong."""
+
+    # ---- one optimizer step ---------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, *args: Any) -> Tensor:
+        """Cut the batch, start counting over the ranks, and run the first micro-batch; ``backward`` does the rest."""
+        module = self.lightning_module
+        assert module is not None
+        self._step = step = _Step(split_batch(batch, self.accumulate), args, getattr(module, "count_targets", None))
+        step.start_count(self.dp_group, self.root_device)
+        return self._forward(step, 0)
+
+    def _forward(self, step: "_Step", index: int) -> Tensor:
+        """Mean loss of micro-batch ``index`` on this rank."""
+        self._sync_gradients(index == len(step.batches) - 1 or not self._defer_gradient_sync)
+        with self.precision_plugin.train_step_context():
+            output = self._run("training_step", step.batches[index], *step.args)
+        return step.take(index, output, self.dp_group, self.root_device)
+
+    def _sync_gradients(self, wanted: bool) -> None:
+        """Whether the coming forward and backward pass communicates gradients."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = wanted
+        elif isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(wanted)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward pass of the first micro-batch, then forward and backward of the others."""
+        step, module = self._step, self.lightning_module
+        assert step is not None
+        assert module is not None
+        plugin = self.precision_plugin
+        step.finish_count()
+        weighted = plugin.pre_backward(closure_loss * step.weight(0, self.dp_size), module)
+        plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        for index in range(1, len(step.batches)):
+            hook, module._current_fx_name = module._current_fx_name, "training_step"
+            loss = self._forward(step, index)
+            module._current_fx_name = hook
+            weighted = plugin.scale_loss(loss * step.weight(index, self.dp_size))
+            plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        correction = step.correction(self.dp_group)
+        if correction is not None:
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], correction)
+        step.batches = []
+        return plugin.post_backward(weighted, module)
+
+    def global_loss(self) -> Tensor:
+        """Mean loss of the last step over its global batch: 0-dim, float32 or wider. A collective."""
+        assert self._step is not None
+        total = self._step.loss_sum.clone()
+        if self.dp_group is not None:
+            dist.all_reduce(total, group=self.dp_group)
+        return total / self._step.total.clamp(min=1)
+
+    def count(self) -> Tensor:
+        """Samples or targets of the last step over all ranks: 0-dim."""
+        assert self._step is not None
+        return self._step.total
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._starting:
+            # From the limit for starting to the limit for a collective in training.
+            self._starting = False
+            if self.mesh is not None:
+                for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
+                    _set_pg_timeout(self._collective_timeout, group)
+        return result
+
+    # ---- evaluation -----------------------------------------------------------------------------------------------
+
+    def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the LightningModule through the wrapper's forward, whose hooks gather and reduce."""
+        model, module = self.model, self.lightning_module
+        assert model is not None
+        assert module is not None
+        if isinstance(model, (DistributedDataParallel, FSDPModule)):
+            return self._forward_redirection(model, module, method, *args, **kwargs)
+        return getattr(module, method)(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", *args, **kwargs)
+
+    def _reshard(self) -> None:
+        # A forward pass without a backward pass leaves the root gathered, and its parameters plain tensors.
+        for module in self.model.modules() if self.model is not None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    on_validation_end = on_test_end = on_predict_end = _reshard
+
+    # ---- collectives ----------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks (or ``group``); what is no tensor comes back as it is."""
+        if not isinstance(tensor, Tensor) or self.dp_group is None:
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self.dp_group, reduce_op=reduce_op)
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        holder = [obj]
+        dist.broadcast_object_list(holder, src)
+        return holder[0]
+
+    @contextmanager
+    def block_backward_sync(self):  # type: ignore[no-untyped-def]
+        """Gradients are accumulated inside the strategy; Lightning has nothing to block."""
+        yield
+
+    # ---- precision and checkpoints --------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+        if precision_plugin is not None:
+            self._precision_name = str(precision_plugin.precision)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model on rank 0's CPU; empty elsewhere. A collective where parameters are sharded."""
+        assert self.lightning_module is not None
+        if not self.sharded:
+            return self.lightning_module.state_dict()
+        return get_model_state_dict(self.lightning_module, options=_WHOLE)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if not self.sharded:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            return
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(self.lightning_module, dict(checkpoint["state_dict"]), options=options)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        assert self.lightning_module is not None
+        if not self.sharded:
+            return optimizer.state_dict()
+        return get_optimizer_state_dict(self.lightning_module, optimizer, options=_WHOLE)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        if not self.sharded:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.lightning_module, optimizer, state, options=options)
+
+    def teardown(self) -> None:
+        if not self.sharded:
+            super().teardown()
+            return
+        # The base class moves the module to the CPU, which sharded parameters on a GPU mesh do not survive.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class _Spawn(_MultiProcessingLauncher):
+    """Lightning's spawn, which brings rank 0's weights back to the caller: here the whole ones, not a rank's part."""
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        whole = trainer.strategy.lightning_module_state_dict()
+        trainer.lightning_module.state_dict = lambda: whole  # type: ignore[method-assign,assignment]
+        return super()._collect_rank_zero_results(trainer, results)
+
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class _Step:
+    """What is known of one optimizer step on this rank: its micro-batches, what they count, and their losses."""
+
+    def __init__(self, batches: list[Any], args: tuple, count_targets: Callable[[Any], Any] | None) -> None:
+        self.batches = batches
+        self.args = args
+        self.loss_sum = torch.zeros(())
+        self._exact = count_targets is not None
+        self._late = False
+        counts = [count_targets(batch) if count_targets else batch_samples(batch) for batch in batches]
+        self._counts: list[Any] = counts
+        self._work: Any = None
+
+    def start_count(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Start adding up the counts of all ranks, beside the first forward pass."""
+        self.total = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=device) for c in self._counts]).sum()
+        if group is not None:
+            self._work = dist.all_reduce(self.total, group=group, async_op=True)
+
+    def finish_count(self) -> None:
+        """Wait for the sum over all ranks."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def take(self, index: int, output: Any, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
+        """The mean loss out of what ``training_step`` returned: a mean, a mapping with ``loss``, or (sum, count)."""
+        if isinstance(output, tuple) and len(output) == 2:
+            loss_sum, count = output
+            if not self._exact:
+                self._take_unannounced(index, count, group, device)
+            loss = loss_sum / torch.as_tensor(self._counts[index], device=loss_sum.device).clamp(min=1)
+        else:
+            loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"training_step returned {type(output).__name__}: a mean loss (0-dim tensor), a mapping with 'loss', "
+                f"or (sum, count) is needed"
+            )
+        wide = loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
+        self.loss_sum = self.loss_sum.to(wide) + wide * self._counts[index]
+        return loss
+
+    def _take_unannounced(self, index: int, count: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        # The module says only now what it counts: until the step ends, the others are taken to count the same.
+        self._late = True
+        self._counts[index] = count
+        if index == 0:
+            self.finish_count()
+            self._counts = [count] * len(self.batches)
+            self.start_count(group, device)
+
+    def weight(self, index: int, dp_size: int) -> Any:
+        """Factor of micro-batch ``index``: its count over all counts, times the ranks that average gradients."""
+        count = torch.as_tensor(self._counts[index], device=self.total.device)
+        return count.clamp(min=1) * dp_size / self.total.clamp(min=1)
+
+    def correction(self, group: dist.ProcessGroup | None) -> Tensor | None:
+        """Factor for the gradients where counts came late and differed from what the first micro-batch announced."""
+        if not self._late or len(self._counts) == 1:
+            return None
+        announced = self.total
+        self.start_count(group, announced.device)
+        self.finish_count()
+        return announced / self.total
+
+
+def _check_contract(module: LightningModule, trainer: Trainer) -> None:
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{name} uses manual optimization, but backward, accumulation and clipping are the strategy's: return the "
+            f"loss from training_step and leave automatic_optimization=True"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): leave it 1, and type "
+            f"MeshStrategy(accumulate={trainer.accumulate_grad_batches})"
+        )

@@ -1,0 +1,116 @@
+"""What is printed before the first step and after the last."""
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.job import Job
+from shardwise.resolve import Resolved, Steps
+
+
+class StartUp(Callback):
+    """Prints, on rank 0, what is about to happen, and after the first step the formats that are really in use."""
+
+    def __init__(self, job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence[str] = ()) -> None:
+        self.job = job
+        self.resolved = resolved
+        self.steps = steps
+        self.notes = notes
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            table = start_table(self.job, self.resolved, self.steps, pl_module, notes=self.notes)
+            Console(highlight=False, soft_wrap=True).print(table)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.is_global_zero and trainer.global_step == 1 and trainer.optimizers:
+            reduction = getattr(trainer.strategy, "reduction_dtype", None)
+            print(formats_line(pl_module, trainer.optimizers[0], reduction), flush=True)
+
+
+def start_table(job: Job, resolved: Resolved, steps: Steps, module: nn.Module, *, notes: Sequence[str] = ()) -> Table:
+    """What the rules made of the configuration, a row a rule."""
+    config, world, dims, batch = resolved.config, resolved.world, resolved.dims, resolved.batch
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    kind = {"gpu": "GPU", "cpu": "CPU"}[world.accelerator]
+    processes = f"{world.size} {kind} process{'es' if world.size > 1 else ''}"
+    nodes = f" on {world.num_nodes} nodes" if world.num_nodes > 1 else ""
+    table.add_row("strategy", f"{config.strategy.name}: {dims}")
+    table.add_row("launch", f"{world.launch}, {processes}{nodes} ({world.reason})")
+    sizes = f"micro {batch.micro_size} x data-parallel {dims.dp_size} x accumulate {batch.accumulate}"
+    table.add_row("batch", f"{sizes} = global {batch.global_size}")
+    scaling = config.lr_scaling
+    base = f" from base batch {scaling.base_batch_size}" if scaling.rule != "none" else ""
+    rates = f"base {resolved.base_lr:g}, rule {scaling.rule}{base}: effective {resolved.lr:g}"
+    table.add_row("learning rate", rates)
+    warmup = f" after {config.schedule.warmup_steps} steps of warm-up" if config.schedule.warmup_steps else ""
+    table.add_row("schedule", f"{config.schedule.kind}{warmup}, {steps.total:,} optimizer steps")
+    if steps.samples_per_epoch is not None:
+        table.add_row("epoch", f"{steps.samples_per_epoch:,} samples, {steps.steps_per_epoch:,} steps")
+    whole, local = count_parameters(module)
+    table.add_row("parameters", f"{whole:,}, {local:,} of them on rank 0")
+    table.add_row("precision", config.precision.kind)
+    table.add_row("run folder", job.run_folder)
+    for note in (*job.notes, *notes):
+        table.add_row("note", note)
+    return table
+
+
+def show_end(job: Job, result: dict[str, Any]) -> None:
+    """The result, where it is, and what to type next."""
+    shown = "  ".join(
+        f"{name} {value:.4g}" for name, value in sorted(result["metrics"].items()) if name.startswith(("test/", "val/"))
+    )
+    print(f"\n{result['status']} after {result['steps']:,} steps  {shown}")
+    print(f"run folder: {job.run_folder}")
+    print("next:")
+    for line in next_commands(job):
+        print(f"  {line}")
+
+
+def next_commands(job: Job) -> list[str]:
+    """Three commands that make sense after this run."""
+    start = "python train.py"
+    typed = [shlex.quote(o) for o in job.overrides if not o.startswith(("strategy=", "trainer.devices=", "seed="))]
+    same = " ".join([start, *typed])
+    return [
+        f"{same} strategy=fsdp trainer.devices=2",
+        f"{same} -m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=64",
+        f"{start} rerun={shlex.quote(job.run_folder)}",
+    ]
+
+
+def count_parameters(module: nn.Module) -> tuple[int, int]:
+    """Elements of all parameters, and of those that this rank holds."""
+    whole = sum(p.numel() for p in module.parameters())
+    local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.parameters())
+    return whole, local
+
+
+def formats_line(module: nn.Module, optimizer: torch.optim.Optimizer, reduction: torch.dtype | None) -> str:
+    """The formats in use, read from the tensors after the first step."""
+    gradients = {p.grad.dtype for p in module.parameters() if p.grad is not None}
+    states = {v.dtype for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()}
+    rows = {
+        "parameters": {p.dtype for p in module.parameters()},
+        "gradients": gradients,
+        "reductions": {reduction} if reduction else set(),
+        "optimizer state": states,
+    }
+    shown = [
+        f"{name} {', '.join(sorted(str(v).removeprefix('torch.') for v in values))}"
+        for name, values in rows.items()
+        if values
+    ]
+    return "formats after the first step: " + "; ".join(shown)

@@ -1,0 +1,133 @@
+"""The jobs of ``-m``: composed one after the other by the parent, which never trains, and run in fresh processes."""
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.job import Job, write_json
+from shardwise.launch import RanksFailedError, launch, warm_up
+from shardwise.worker import die_with_parent, first_failure
+
+
+class SweepFailedError(RuntimeError):
+    """At least one job of a sweep failed; the message names each with its log."""
+
+
+@dataclass
+class Outcome:
+    """How one job ended."""
+
+    job: Job
+    status: str
+    """completed, failed or skipped."""
+    message: str = ""
+    result: dict[str, Any] | None = None
+
+
+def run_jobs(jobs: Sequence[Job], *, folder: Path, on_failure: str) -> list[Outcome]:
+    """Run the jobs one after the other, each in a process of its own; failures are told at once and again at the end.
+
+    Args:
+        jobs: in the order in which they run.
+        folder: where ``jobs.json`` goes: what ran, how it ended, and where its folder is.
+        on_failure: ``stop`` leaves the jobs after a failing one out, ``continue`` runs them.
+
+    Raises:
+        SweepFailedError: a job failed.
+    """
+    warm_up()
+    outcomes: list[Outcome] = []
+    for number, job in enumerate(jobs):
+        if outcomes and outcomes[-1].status != "completed" and on_failure == "stop":
+            outcomes.append(Outcome(job, "skipped", "a job before it failed"))
+        else:
+            print(f"\njob {number + 1}/{len(jobs)}: {' '.join(job.overrides)}", flush=True)
+            outcomes.append(_run_ranks(job) if job.world["launch"] == "local" else _run_apart(job))
+            if outcomes[-1].status == "failed":
+                print(f"job {number + 1}/{len(jobs)} failed: {outcomes[-1].message}", file=sys.stderr, flush=True)
+        write_json(folder / "jobs.json", [_row(outcome) for outcome in outcomes])
+    _show(outcomes, folder)
+    broken = [outcome for outcome in outcomes if outcome.status != "completed"]
+    if broken:
+        raise SweepFailedError(f"{len(broken)} of {len(jobs)} jobs did not complete; see {folder / 'jobs.json'}")
+    return outcomes
+
+
+def _run_ranks(job: Job) -> Outcome:
+    """A job of several processes: all of them are fresh, and the parent is no more than their agent."""
+    try:
+        return Outcome(job, "completed", result=launch(job))
+    except (ConfigError, RanksFailedError) as error:
+        return Outcome(job, "failed", str(error))
+
+
+def _run_apart(job: Job) -> Outcome:
+    """A job of one process, in a fresh one."""
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_job_process, args=(job.dumps(), writer), name=f"job {job.run_id}")
+    process.start()
+    writer.close()
+    try:
+        answer = reader.recv()
+    except EOFError:
+        answer = {}
+    except BaseException:
+        process.terminate()
+        process.join(15)
+        raise
+    process.join()
+    if "result" in answer:
+        return Outcome(job, "completed", result=answer["result"])
+    message = answer.get("message") or f"the process of the job ended with status {process.exitcode}"
+    record = first_failure(job.run_folder)
+    log = f"{job.run_folder}/ranks/rank_{record['rank'] if record else 0}.log"
+    return Outcome(job, "failed", f"{message}; its log: {log}" if log not in message else message)
+
+
+def _job_process(text: str, writer: Any) -> None:
+    """A fresh process for one job."""
+    die_with_parent()
+    try:
+        job = Job.loads(text)
+        writer.send({"result": launch(job)})
+    except (ConfigError, RanksFailedError) as error:
+        writer.send({"message": str(error)})
+    except Exception:
+        writer.send({"message": traceback.format_exc().rstrip()})
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "overrides": outcome.job.overrides,
+        "run_folder": outcome.job.run_folder,
+        "status": outcome.status,
+        "message": outcome.message,
+        "metrics": (outcome.result or {}).get("metrics", {}),
+    }
+
+
+def _show(outcomes: Sequence[Outcome], folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{len(outcomes)} jobs, {folder}", title_justify="left", box=None, pad_edge=False)
+    metrics = sorted({n for o in outcomes for n in (o.result or {}).get("metrics", {}) if n.startswith("test/")})
+    for heading in ("job", "overrides", "status", *metrics, "run folder"):
+        table.add_column(heading, overflow="fold")
+    for number, outcome in enumerate(outcomes):
+        values = (outcome.result or {}).get("metrics", {})
+        table.add_row(
+            str(number + 1),
+            " ".join(outcome.job.overrides),
+            outcome.status,
+            *(f"{values[name]:.4g}" if name in values else "" for name in metrics),
+            os.path.relpath(outcome.job.run_folder),
+        )
+    Console(highlight=False, soft_wrap=True).print(table)

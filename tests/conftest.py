@@ -1,0 +1,141 @@
+"""Fixtures for all tests: an isolated environment, a pool of live ranks, and `train.py` run as a user types it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pool import RankPool, reset_torch
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "WANDB_", "PMI_", "OMPI_", "PL_", "HYDRA_")
+LAUNCHER_NAMES = {
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+
+
+@dataclass
+class TrainRun:
+    """One finished `python train.py ...` and what it left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    output_root: Path
+
+    @cached_property
+    def run_folders(self) -> list[Path]:
+        """All run folders below the output root, the oldest first."""
+        configs = sorted(self.output_root.rglob("config.yaml"), key=lambda path: path.stat().st_mtime_ns)
+        return [path.parent for path in configs]
+
+    @property
+    def run_folder(self) -> Path:
+        """The newest run folder."""
+        assert self.run_folders, f"no run folder below {self.output_root}\n{self}"
+        return self.run_folders[-1]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """`result.json` of the newest run folder."""
+        result = json.loads((self.run_folder / "result.json").read_text())
+        assert isinstance(result, dict)
+        return result
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` of the newest run folder."""
+        return [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
+
+    def __str__(self) -> str:
+        return f"exit status {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+@pytest.fixture(autouse=True)
+def isolated(tmp_path: Path) -> Iterator[None]:
+    """No test sees a tracker's key, a launcher's variables or the checkout as its working directory, nor leaves any.
+
+    A run that a test starts without naming an output folder writes below `tmp_path`.
+    """
+    environment, folder = dict(os.environ), os.getcwd()
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
+            del os.environ[name]
+    private = tmp_path / ".private"
+    os.environ.update(
+        WANDB_MODE="offline",
+        WANDB_SILENT="true",
+        WANDB_DIR=str(tmp_path),
+        WANDB_CACHE_DIR=str(private),
+        WANDB_CONFIG_DIR=str(private),
+        WANDB_DATA_DIR=str(private),
+        # torch looks up the names of the addresses it connects to: 5 s each where the resolver does not answer
+        RES_OPTIONS="timeout:1 attempts:1",
+        NETRC=str(private / "netrc"),  # where W&B would find the key of the person who runs the tests
+    )
+    os.chdir(tmp_path)
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        if "torch" in sys.modules:
+            reset_torch()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Live ranks: `pool.run(function, *arguments, world_size=2)` returns what each rank returned."""
+    ranks = RankPool()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def train_py(tmp_path: Path) -> Callable[..., TrainRun]:
+    """Run `python train.py ...` of the checkout from another folder, as `train_py("strategy=fsdp", ok=True)`.
+
+    `ok=True` expects exit status 0, `ok=False` another, `ok=None` either. `env` changes the environment; a value of
+    None removes the variable. `timeout` is in seconds; a run that takes longer is ended with its process group.
+    """
+
+    def run(
+        *overrides: str, ok: bool | None = True, env: dict[str, str | None] | None = None, timeout: float = 120.0
+    ) -> TrainRun:
+        root = tmp_path / "outputs"
+        command = [sys.executable, str(ROOT / "train.py"), *overrides]
+        if not any(override.startswith("output_root=") for override in overrides):
+            command.append(f"output_root={root}")
+        environment = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
+        # files, not pipes: a worker that outlives train.py would keep a pipe open and the test waiting
+        out, err = tmp_path / "train.out", tmp_path / "train.err"
+        with out.open("w") as stdout, err.open("w") as stderr:
+            process = subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                tail = TrainRun(-9, out.read_text(), err.read_text(), root)
+                pytest.fail(f"{' '.join(command)} took longer than {timeout:g} s\n{tail}")
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        finished = TrainRun(process.returncode, out.read_text(), err.read_text(), root)
+        if ok is not None:
+            assert (finished.returncode == 0) == ok, f"{' '.join(command)}\n{finished}"
+        return finished
+
+    return run
