@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from pool import RankPool, reset_torch
+from pool import RankPool
+from pool_rank import reset_torch
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "WANDB_", "PMI_", "OMPI_", "PL_", "HYDRA_")

@@ -8,60 +8,33 @@
     def test_total(pool):
         assert pool.run(total, 10, world_size=2) == [21.0, 21.0]
 
-The ranks are forked once from a warm forkserver and answer calls until the tests end. Each call sees what a fresh
-process under `torchrun` would see: the launcher's variables, a new gloo group over a new store, seeded generators, the
-default dtype and modes; and the caller's environment and working directory. Only the imported modules, with what they
-keep, outlast a call.
+The ranks (`pool_rank.py`) are forked once from a warm forkserver and answer calls until the tests end. Each call sees
+what a fresh process under `torchrun` would see: the launcher's variables, a new gloo group over a new store, seeded
+generators, the default dtype and modes; and the caller's environment and working directory. Only the imported modules,
+with what they keep, outlast a call.
 """
 
 import contextlib
-import faulthandler
-import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import random
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "numpy",
-    "pytorch_lightning",
-)
+from pool_rank import PRELOAD, Call, serve
+
 START_TIMEOUT = 180.0
 """Seconds for the forkserver's imports and a rank's first sign of life; a busy machine needs a fraction of it."""
 GRACE = 2.0
 """Seconds that the other ranks get to answer once one has failed. After that they are stuck in a collective."""
-
-
-@dataclass
-class Call:
-    """What one rank gets for one call."""
-
-    payload: bytes
-    """(function, arguments), pickled apart: it can be read only once `import_path` holds. The function travels as
-    module and name, tensors by value."""
-    environment: dict[str, str]
-    folder: str
-    import_path: list[str]
-    store_file: Path | None
-    """Where the ranks meet, or None if the function makes the process group."""
-    timeout: float
 
 
 @dataclass
@@ -127,15 +100,16 @@ class RankPool:
                 with contextlib.suppress(OSError):  # it died while idle; collecting says so
                     self._ranks[rank].connection.send_bytes(pickle.dumps(call))
             missing = self._collect(set(range(world_size)), answers, errors, deadline=time.monotonic() + timeout)
+            if missing and not errors:
+                text = f"no answer within {timeout:g} s"
+                errors.update({rank: f"{text}\n{self._stack(rank)}" for rank in sorted(missing)})
+            reusable = not missing and all(self._acknowledged(rank) for rank in range(world_size))
         except BaseException:  # Ctrl-C, say: nobody knows what the ranks are doing
             self._kill()
             raise
         finally:
             store_file.unlink(missing_ok=True)
-        if missing and not errors:
-            text = f"no answer within {timeout:g} s"
-            errors.update({rank: f"{text}\n{self._stack(rank)}" for rank in sorted(missing)})
-        if missing or any(self._ranks[rank].process.exitcode is not None for rank in range(world_size)):
+        if not reusable:
             self._kill()
         if errors:
             raise RankError(errors, world_size=world_size)
@@ -151,8 +125,6 @@ class RankPool:
             self._kill()
         if len(self._ranks) >= world_size:
             return
-        # The template's environment is frozen when it starts: set before, or OpenMP takes all cores in every rank.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._context.set_forkserver_preload(list(PRELOAD))
         fresh = []
         for number in range(len(self._ranks), world_size):
@@ -195,9 +167,23 @@ class RankPool:
                 else:
                     failures.append((failed_at, rank, value))
                     deadline = min(deadline, time.monotonic() + GRACE)
+                    self._release(rank)  # its peers may be waiting for it in a collective: they fail now
+        for rank in answers:
+            self._release(rank)
         # Peers of a failed rank fail a moment later in a collective, and may be heard first. A death is always a cause.
         errors.update({rank: text for _, rank, text in sorted(failures)})
         return waiting
+
+    def _release(self, rank: int) -> None:
+        with contextlib.suppress(OSError):  # it died; acknowledging says so
+            self._ranks[rank].connection.send_bytes(b"leave the group")
+
+    def _acknowledged(self, rank: int) -> bool:
+        """Whether a rank has left its group and is as good as new."""
+        connection = self._ranks[rank].connection
+        with contextlib.suppress(EOFError, OSError):
+            return connection.poll(GRACE) and connection.recv_bytes() == b"clean"
+        return False
 
     def _stack(self, rank: int) -> str:
         """Where a rank that does not answer is stuck, as faulthandler tells it."""
@@ -247,103 +233,3 @@ def launcher_variables(rank: int, world_size: int, *, port: int) -> dict[str, st
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that resolves to nothing must not matter
     return {name: str(value) for name, value in variables.items()}
-
-
-def reset_torch() -> None:
-    """Put the process-wide state of torch, numpy and random back to where a fresh process has it."""
-    import numpy as np
-    import torch
-
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
-    torch.autograd.set_detect_anomaly(False)
-    torch.set_float32_matmul_precision("highest")
-
-
-def serve(connection: multiprocessing.connection.Connection, stack_file: Path) -> None:
-    """A rank's main loop: answer calls until the parent goes away."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    stack = stack_file.open("w")
-    for module in PRELOAD:  # at no cost if the forkserver has them; it is silent about what it failed to import
-        __import__(module)
-    gc.collect()
-    gc.freeze()  # the collection after each call need not look at the imported modules again
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            return
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        answer = _answer(message)
-        connection.send_bytes(answer)
-
-
-def _answer(message: bytes) -> bytes:
-    """(None, result) or (time of failure, traceback), pickled. The clock is one for all processes of a machine."""
-    import torch.distributed as dist
-
-    environment = dict(os.environ)
-    try:
-        answer = pickle.dumps((None, _perform(pickle.loads(message))))
-    except BaseException as error:  # SystemExit and pytest's outcomes too: the test has to see them
-        answer = pickle.dumps((time.monotonic(), "".join(traceback.format_exception(error)).rstrip()))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.chdir("/")  # the caller's folder may be gone before the next call
-    _set_environment(environment)
-    return answer
-
-
-def _perform(call: Call) -> Any:
-    import torch.distributed as dist
-
-    sys.path[:] = call.import_path
-    os.chdir(call.folder)
-    _set_environment(call.environment)
-    _reset()
-    function, arguments = pickle.loads(call.payload)
-    if call.store_file:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # A file, as each TCPStore looks up the names of addresses, which costs seconds where the resolver is slow.
-        method = f"file://{call.store_file}"
-        timeout = timedelta(seconds=call.timeout)
-        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=timeout)
-    return function(*arguments)
-
-
-def _reset() -> None:
-    import torch
-
-    gc.collect()  # what the last call left holds process groups and threads
-    reset_torch()
-    torch.set_num_threads(1)
-    if rank_zero := sys.modules.get("lightning_utilities.core.rank_zero"):
-        # Lightning reads the rank when it is imported, which in a fresh process is after the launcher set it.
-        rank_zero.rank_zero_only.rank = int(os.environ["RANK"])
-    if "torch.distributed.tensor" in sys.modules:
-        # Cached results hold the meshes of earlier calls, whose process groups are gone.
-        from torch.distributed.tensor import _random
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-        _random._rng_tracker = None
-
-
-def _set_environment(environment: dict[str, str]) -> None:
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
-
-
-def _die_with_parent() -> None:
-    # A forkserver's children outlive a parent that is killed, and a rank stuck in a collective would not notice.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)

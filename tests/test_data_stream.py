@@ -65,9 +65,7 @@ def shares(num_samples, global_size, dp_size, *, epochs, seed=3):
     """Every rank's batches, as lists of (epoch, index), over `epochs` epochs."""
     result = []
     for dp_rank in range(dp_size):
-        sampler = StreamBatchSampler(
-            num_samples, global_size=global_size, dp_rank=dp_rank, dp_size=dp_size, seed=seed
-        )
+        sampler = StreamBatchSampler(num_samples, global_size=global_size, dp_rank=dp_rank, dp_size=dp_size, seed=seed)
         batches = []
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
@@ -293,6 +291,25 @@ def test_streams_continue_in_the_middle_and_know_their_epoch(num_workers, epoch_
     seen += 4  # training was cut off after one batch
     loader.sampler.set_epoch(11)
     assert values(loader) == [[2006, 2007], [2010, 2011]]
+
+
+def test_streams_are_not_read_again_from_the_first_pass():
+    class Counting(Stream):
+        read = 0
+
+        def __iter__(self):
+            for item in super().__iter__():
+                self.read += 1
+                yield item
+
+    seen, dataset = 0, Counting(8)
+    loader = shard_train_loader(
+        DataLoader(dataset), seed=0, global_size=4, dp_rank=0, dp_size=1, samples_seen=lambda: seen
+    )
+    for epoch in range(5):
+        loader.sampler.set_epoch(epoch)
+        seen += 4 * len(list(loader))
+    assert (seen, dataset.read) == (40, 40)
 
 
 def test_streams_without_a_position_go_by_the_epoch():

@@ -110,12 +110,23 @@ def test_the_seed_decides_the_weights(name: str) -> None:
         assert torch.equal(parameter, other.get_parameter(parameter_name)) != drawn, parameter_name
 
 
+@each_model
+def test_norms_start_as_ones_and_biases_as_zeros(name: str) -> None:
+    model = build(name)
+    for parameter_name, parameter in model.named_parameters():
+        owner = model.get_submodule(parameter_name.rpartition(".")[0])
+        if parameter_name.endswith("bias"):
+            assert torch.equal(parameter, torch.zeros_like(parameter)), parameter_name
+        elif isinstance(owner, nn.LayerNorm | nn.RMSNorm):
+            assert torch.equal(parameter, torch.ones_like(parameter)), parameter_name
+        else:
+            assert parameter.std() > 0, parameter_name
+
+
 def test_gpt_scales_what_ends_a_residual_branch() -> None:
     model = initialise(GPT(64, context=8, n_layer=8, width=128), seed=0)
     for name, parameter in model.named_parameters():
-        if "norm" in name:
-            assert torch.equal(parameter, torch.ones_like(parameter))
-        else:
+        if "norm" not in name:
             expected = 0.02 / 4 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
             assert parameter.mean().item() == pytest.approx(0, abs=0.1 * expected), name

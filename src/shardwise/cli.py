@@ -105,12 +105,13 @@ def _compose_for_ranks(argv: list[str]) -> None:
 
 def _prepare(config: Config, overrides: list[str], choices: dict[str, Any], repeated: "_Repeated | None") -> Any:
     """Everything that can be wrong is found here; then the run folder is made."""
-    from shardwise.job import make_job
+    from shardwise.job import check_writable, make_job
 
     notes: list[str] = []
     if repeated is not None:
         config, notes = repeated.keep(config)
     resolved = resolve(config)
+    check_writable(config.output_root)
     check_plugged_in(resolved)
     if repeated is not None:
         notes += repeated.differences()

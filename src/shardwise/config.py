@@ -236,8 +236,8 @@ def unknown_key(path: str, names: Iterable[str]) -> ConfigError:
     names = list(names)
     if parent == "trainer" and key in OWNED_ELSEWHERE:
         return ConfigError(f"{path} is not set here: use {OWNED_ELSEWHERE[key]}")
-    where = f"{parent!r} has" if parent else "the configuration has"
-    return ConfigError(f"{path}: no such key{nearest(key, names)} ({where}: {', '.join(names)})")
+    where = f"{parent} has" if parent else "the configuration has"
+    return ConfigError(f"{path}: no such key" + (nearest(key, names) or f" ({where}: {', '.join(names)})"))
 
 
 def from_plain(plain: Mapping[str, Any]) -> Config:
@@ -292,7 +292,12 @@ def _check(known: Field, hint: Any, value: Any, path: str) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _names(kinds: tuple[type, ...]) -> str:
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    words |= {dict: "a mapping", list: "a list"}
+def kinds_in_words(kinds: Iterable[str]) -> str:
+    """Names of types as a person would say them: ``a whole number or a text``."""
+    words = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+    words |= {"dict": "a mapping", "list": "a list"}
     return " or ".join(words[kind] for kind in kinds if kind in words)
+
+
+def _names(kinds: tuple[type, ...]) -> str:
+    return kinds_in_words(kind.__name__ for kind in kinds)

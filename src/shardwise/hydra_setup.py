@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from shardwise.config import PLUGGED_IN, Config, from_plain, nearest, to_plain, unknown_key
+from shardwise.config import PLUGGED_IN, Config, from_plain, kinds_in_words, nearest, to_plain, unknown_key
 from shardwise.errors import ConfigError
 
 CONFIG_PATH = "pkg://shardwise.conf"
@@ -148,10 +148,14 @@ def explain(error: BaseException) -> str:
         return f"{match[1]}: no such group{nearest(match[1], GROUPS)} (groups: {', '.join(GROUPS)})"
     for link in reversed(chain):
         if isinstance(link, InterpolationKeyError):
-            return f"{link.full_key}: {str(link).splitlines()[0]}; give it a value, such as {link.full_key}=..."
+            named = re.search(r"Interpolation key '([^']+)'", str(link))
+            key = named[1] if named else str(link.full_key)
+            return f"{str(link).splitlines()[0]}: there is no {key} in the configuration"
         full_key = getattr(link, "full_key", None)
         if isinstance(link, OmegaConfBaseException) and full_key:
             return _explain_key(str(full_key), str(link).splitlines()[0])
+    if match := re.search(r"Error parsing override '(.*?)'", text, flags=re.DOTALL):
+        return f"{match[1]}: not of the form key=value (values with special characters: 'key=\"a=b\"')"
     first = [line.strip() for line in str(error).splitlines() if line.strip()]
     shown = " ".join(line for line in first if not line.startswith(("full_key", "object_type", "reference_type")))
     return re.sub(r"\s+", " ", shown)
@@ -172,6 +176,9 @@ def _explain_key(full_key: str, message: str) -> str:
     refused = r"could not be converted to|is not a subclass of|is incompatible with type hint"
     found = re.match(rf"Value '(.*)' of type '.*' (?:{refused}) (.*)", message)
     if found:
+        union = re.findall(r"\b(int|float|str|bool)\b", found[2])
+        if union:
+            return f"{full_key}={found[1]}: {kinds_in_words(union)} is needed"
         words = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
         return f"{full_key}={found[1]}: {words.get(found[2], found[2])} is needed"
     return f"{full_key}: {message}"

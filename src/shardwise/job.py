@@ -69,6 +69,21 @@ def make_job(
     return Job(to_plain(config), asdict(world), run_id, str(folder), list(overrides), list(command), list(notes))
 
 
+def check_writable(root: str) -> None:
+    """Whether a run folder could be made under ``root``; makes nothing.
+
+    Raises:
+        ConfigError: the nearest folder that exists takes no new one.
+    """
+    path = Path(root).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    if not path.is_dir():
+        raise ConfigError(f"output_root={root}: {path} is no folder; type output_root=<another folder>")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_root={root}: {path} cannot be written to; type output_root=<another folder>")
+
+
 def unwritable(path: str | os.PathLike[str], error: OSError) -> ConfigError:
     """The error for a run folder that cannot be written: what, why, and what to type."""
     return ConfigError(

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from shardwise import schedules
 from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.lr_scaling import effective_lr
@@ -229,6 +230,10 @@ def check_steps(config: Config) -> None:
         )
     if trainer.max_epochs is not None and trainer.max_epochs < 1:
         raise ConfigError(f"trainer.max_epochs={trainer.max_epochs}: a positive number of epochs")
+    if 0 < trainer.max_steps < config.schedule.warmup_steps:
+        raise ConfigError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than trainer.max_steps={trainer.max_steps}"
+        )
     if trainer.overfit_batches:
         raise ConfigError(
             f"trainer.overfit_batches={trainer.overfit_batches}: samples come from one endless stream; "
@@ -341,9 +346,12 @@ def resolve_steps(resolved: Resolved, num_samples: int | None) -> Steps:
                 )
             interval = max(1, int(per_epoch * interval))
     total = min(totals)
-    if resolved.config.schedule.warmup_steps > total:
-        raise ConfigError(
-            f"schedule.warmup_steps={resolved.config.schedule.warmup_steps} is more than the {total} steps of the "
-            f"training: at most {total}"
-        )
+    schedule = resolved.config.schedule
+    schedules.check(
+        schedule.kind,
+        total_steps=total,
+        warmup_steps=schedule.warmup_steps,
+        min_ratio=schedule.min_ratio,
+        decay_fraction=schedule.decay_fraction,
+    )
     return Steps(num_samples, per_epoch, total, interval)

@@ -310,9 +310,15 @@ def _quiet_lightning() -> None:
 
     for name in ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    own = logging.getLogger("shardwise")
+    own.setLevel(logging.INFO)
+    own.handlers = [logging.StreamHandler(sys.stdout)]
+    own.propagate = False
     # The number of loader workers is the user's choice; a logger is chosen by logger=.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*`tensorboardX` has been removed.*")
+    # Lightning's own use of an old name of torch's.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 
 # ---- what a run leaves ---------------------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ def find_target(
     package = dotted.partition(".")[0]
     if package not in allowed:
         raise ConfigError(
-            f"{where}._target_={dotted}: package {package!r} is not allowed here{nearest(package, allowed)} "
-            f"If it is yours, type plugins=[{package}]"
+            f"{where}._target_={dotted}: package {package!r} is not allowed here{nearest(package, allowed)}; "
+            f"if it is yours, type plugins=[{package}]"
         )
     target = _import(dotted, where)
     module, name = KINDS[slot]

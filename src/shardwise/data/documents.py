@@ -10,7 +10,7 @@ STANDARD_LIBRARY_BYTES = 2_000_000
 
 
 def find_documents(path: str | Path, *, suffix: str, name: str = "data.path") -> list[Path]:
-    """`path` itself, or the files below it that end in `suffix`, sorted by their path; a `ConfigError` if there is none."""
+    """`path` itself, or the files below it that end in `suffix`, sorted; a `ConfigError` if there is none."""
     root = Path(path)
     if root.is_file():
         return [root]

@@ -39,8 +39,10 @@ class SyntheticImageSamples(Dataset):
         labels = samples * 7919 % self.num_classes
         size = torch.Size(self.shape).numel()
         offsets = (samples * _STEP % NOISE_WINDOWS).tolist()
-        images = torch.stack([self.noise[offset : offset + size] for offset in offsets])
-        return (images + labels[:, None] / self.num_classes).reshape(-1, *self.shape), labels
+        images = torch.empty(len(indices), size)
+        for image, offset, brightness in zip(images, offsets, (labels / self.num_classes).tolist(), strict=True):
+            torch.add(self.noise[offset : offset + size], brightness, out=image)
+        return images.reshape(-1, *self.shape), labels
 
 
 class SyntheticTokenSamples(Dataset):

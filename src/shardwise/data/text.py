@@ -21,8 +21,7 @@ class Text(SplitDataModule):
     The files of a folder are joined by a newline, in the order of their paths.
 
     Args:
-        path: a text file or a folder; None for the standard library's sources (2 MB, the same on every start of one Python
-            version).
+        path: a text file or a folder; None for the standard library's sources (2 MB, fixed by the Python version).
         unit: what a token is, `char` (the vocabulary is the characters that occur, sorted) or `byte`.
         context: tokens per sample.
         val_fraction: in (0, 1).
@@ -95,8 +94,8 @@ class Text(SplitDataModule):
         for windows, part in ((train, "training"), (val, "validation")):
             if len(windows) == 0:
                 raise ConfigError(
-                    f"data.context={self.context} is too long for the {windows.borders[-1]} tokens of {part} text: use at"
-                    f" most {max(1, int(windows.borders[-1]) - 1)}, a longer text, or another data.val_fraction"
+                    f"data.context={self.context} is too long for the {windows.borders[-1]} tokens of {part} text:"
+                    f" use at most {max(1, int(windows.borders[-1]) - 1)}, a longer text, or another data.val_fraction"
                 )
         self.train_set, self.val_set, self.test_set = train, val, val
 

@@ -27,7 +27,7 @@ MAGIC = b"SHRDTOKS"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQQ32s")
 SUFFIX = ".tokens"
-_DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _SPOT = 4096  # ids looked at at the start, in the middle and at the end
 
 

@@ -56,8 +56,8 @@ def tokenize(
 
     Args:
         source: a text file or a folder.
-        destination: a folder. If it holds anything, it is refused, unless `force`, with which the shards and the vocabulary
-            in it are replaced and everything else is left.
+        destination: a folder. If it holds anything, it is refused, unless `force`, with which the shards and the
+            vocabulary in it are replaced and everything else is left.
         tokenizer: `byte`, `char` (the characters that occur in `source`), or the path of a `tokenizers` JSON file.
         val_fraction: in (0, 1).
         shard_tokens: tokens per shard; the memory needed grows with it (2 or 4 bytes each) and with the largest file.
@@ -71,7 +71,7 @@ def tokenize(
         raise ConfigError(f"the validation fraction {val_fraction} is no fraction: use a value above 0, below 1")
     if shard_tokens < 1:
         raise ConfigError(f"{shard_tokens} tokens per shard are too few: use at least 1")
-    files = find_documents(source, suffix=suffix, name="the source")
+    files = find_documents(source, suffix=suffix, name="SOURCE")
     if target.exists() and not target.is_dir():
         raise ConfigError(f"the destination {target} is a file: name a folder that does not exist yet")
     if target.is_dir() and any(target.iterdir()) and not force:
@@ -190,8 +190,8 @@ def _write(
     val.flush()
     if not train.total or not val.total:
         raise ConfigError(
-            f"{len(files)} files give {train.total} training and {val.total} validation tokens: both have to be above 0,"
-            " so give more text or another fraction"
+            f"{len(files)} files give {train.total} training and {val.total} validation tokens: give more text or"
+            " another fraction, so that both are above 0"
         )
     vocabulary.save(folder)
     return Tokenized(target, train.total, val.total, vocabulary.size)

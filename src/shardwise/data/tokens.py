@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 
 
 class Tokens(SplitDataModule):
-    """Windows of the shards in a folder that `python -m shardwise tokenize` has written; test is the same as validation.
+    """Windows of the shards in a folder that `python -m shardwise tokenize` wrote; test is the same as validation.
 
     Args:
         path: the folder, with `train_*.tokens` and `val_*.tokens`.
@@ -65,7 +65,8 @@ class Tokens(SplitDataModule):
         for split, parts in shards.items():
             if not parts:
                 raise ConfigError(
-                    f"data.path={path} has no {split}_*.tokens: make them with `python -m shardwise tokenize SOURCE DEST`"
+                    f"data.path={path} has no {split}_*.tokens: make them with"
+                    " `python -m shardwise tokenize SOURCE DEST`"
                 )
             if (count := sum(map(len, parts))) <= context:
                 raise ConfigError(

@@ -127,11 +127,12 @@ class SmallImages(SplitDataModule):
             try:
                 for train in (True, False):
                     self._dataset(train=train, download=True)
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise ConfigError(
-                    f"{self.dataset_name} could not be downloaded to {Path(self.path).absolute()} ({reason}): check the"
-                    " network and the folder, or put the files there and set data.download=false"
+                    f"{self.dataset_name} could not be downloaded to, or read from, {Path(self.path).absolute()}"
+                    f" ({reason}): check the network, remove what is broken there, or put the files there and set"
+                    " data.download=false"
                 ) from error
 
     def setup(self, stage: str | None = None) -> None:
@@ -200,7 +201,7 @@ class CIFAR10(SmallImages):
         download: bool = True,
         augment: bool = True,
         val_fraction: float = 0.1,
-        num_workers: int = 0,
+        num_workers: int = 2,
     ) -> None:
         super().__init__(
             path=path, download=download, augment=augment, val_fraction=val_fraction, num_workers=num_workers

@@ -36,14 +36,19 @@ def smallest_dtype(size: int) -> type[np.uint8] | type[np.uint16] | type[np.uint
     return np.uint8 if size <= 2**8 else np.uint16 if size <= 2**16 else np.uint32
 
 
-def code_points(text: bytes, *, name: str = "text") -> NDArray[np.uint32]:
-    """The Unicode code points of UTF-8 encoded `text`; a `ConfigError` that mentions `name` where it is not UTF-8."""
+def decode_utf8(text: bytes, *, name: str = "the text") -> str:
+    """`text` as a string; a `ConfigError` that mentions `name` where it is not UTF-8."""
     try:
-        return np.frombuffer(text.decode("utf-8").encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{name} is not UTF-8 text (byte {text[error.start]:#04x} at {error.start}): use bytes as the unit of tokens"
+            f"{name} is not UTF-8 text (byte {text[error.start]:#04x} at {error.start}): take bytes as tokens"
         ) from error
+
+
+def code_points(text: bytes, *, name: str = "the text") -> NDArray[np.uint32]:
+    """The Unicode code points of UTF-8 encoded `text`, (n,)."""
+    return np.frombuffer(decode_utf8(text, name=name).encode("utf-32-le"), dtype=np.uint32)
 
 
 def load_vocabulary(folder: str | Path) -> Vocabulary:
@@ -116,13 +121,13 @@ class JSONTokenizer:
     """A tokenizer in the format of the `tokenizers` library; no special tokens are added."""
 
     def __init__(self, path: str | Path) -> None:
-        from tokenizers import Tokenizer
-
         self.path = Path(path)
         if not self.path.is_file():
             raise ConfigError(
                 f"the tokenizer {path} does not exist: use byte, char, or the path of a tokenizers JSON file"
             )
+        from tokenizers import Tokenizer
+
         try:
             self._tokenizer = Tokenizer.from_file(str(self.path))
         except Exception as error:  # the library raises plain Exception
@@ -135,11 +140,7 @@ class JSONTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: bytes) -> NDArray[Any]:
-        try:
-            decoded = text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"the text is not UTF-8 (byte {error.start}): convert it, or use byte") from error
-        ids = self._tokenizer.encode(decoded, add_special_tokens=False).ids
+        ids = self._tokenizer.encode(decode_utf8(text), add_special_tokens=False).ids
         return np.array(ids, dtype=smallest_dtype(self.size))
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -38,7 +38,12 @@ class TokenWindows(Dataset):
         return window[:-1], window[1:]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        windows = torch.from_numpy(np.stack([self._ids(int(index)) for index in indices]))
+        if len(self.parts) == 1 and isinstance(part := self.parts[0], np.ndarray):  # in memory: all at once
+            starts = np.array(indices) * self.context
+            ids = part[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)
+        else:
+            ids = np.stack([self._ids(int(index)) for index in indices])
+        windows = torch.from_numpy(ids)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def _ids(self, index: int) -> NDArray[np.int64]:
