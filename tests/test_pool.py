@@ -37,18 +37,6 @@ def die_on(rank: int) -> None:
     dist.barrier()
 
 
-POSTED: list[Any] = []
-
-
-def post_and_go() -> None:
-    value = torch.ones(1)
-    if dist.get_rank() == 0:
-        POSTED[:] = [value, dist.irecv(value, 1)]
-    else:
-        time.sleep(0.5)
-        dist.send(value, 0)
-
-
 def initialise_alone() -> None:
     if os.environ["RANK"] == "0":
         dist.init_process_group("gloo", timeout=timedelta(seconds=1))
@@ -170,10 +158,6 @@ def test_rank_that_dies_is_replaced(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0 of 2: died with exit code -9"):
         pool.run(die_on, 0, world_size=2)
     assert pool.run(total, 0.0, world_size=2) == [1.0, 1.0]
-
-
-def test_rank_that_finishes_early_stays_for_its_peers(pool: RankPool) -> None:
-    assert pool.run(post_and_go, world_size=2) == [None, None]
 
 
 def test_failed_initialisation_does_not_spoil_the_next(pool: RankPool) -> None:

@@ -4,10 +4,12 @@ Imported by every Hydra application of the environment, so nothing heavy is impo
 only for an application whose configuration is shardwise's.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
@@ -46,9 +48,34 @@ class ShardwiseLauncher(Launcher):
         return returns
 
 
+class ShardwiseSweeper(BasicSweeper):
+    """Hydra's own sweeper, which leaves nothing behind where a job's configuration is wrong.
+
+    Its ``multirun.yaml`` goes: it holds what was typed as it was typed, secrets too. What ran stands in ``jobs.json``.
+    """
+
+    def sweep(self, arguments: list[str]) -> Any:
+        from shardwise.job import check_writable
+
+        assert self.config is not None
+        check_writable(str(self.config.output_root))
+        folder = Path(self.config.hydra.sweep.dir).absolute()
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            return super().sweep(arguments)
+        finally:
+            (folder / "multirun.yaml").unlink(missing_ok=True)
+            for path in made:
+                with contextlib.suppress(OSError):  # it holds something
+                    path.rmdir()
+
+
 def _register() -> None:
-    node: dict[str, Any] = {"_target_": "hydra_plugins.shardwise_plugin.ShardwiseLauncher"}
-    ConfigStore.instance().store(group="hydra/launcher", name="shardwise", node=node, provider="shardwise")
+    store, module = ConfigStore.instance(), "hydra_plugins.shardwise_plugin"
+    launcher: dict[str, Any] = {"_target_": f"{module}.ShardwiseLauncher"}
+    store.store(group="hydra/launcher", name="shardwise", node=launcher, provider="shardwise")
+    sweeper: dict[str, Any] = {"_target_": f"{module}.ShardwiseSweeper", "max_batch_size": None, "params": None}
+    store.store(group="hydra/sweeper", name="shardwise", node=sweeper, provider="shardwise")
 
 
 _register()

@@ -5,14 +5,13 @@ that the framework owns is wrong any more.
 """
 
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Config
+from shardwise.config import PLUGGED_IN, Config
 from shardwise.errors import ConfigError
 from shardwise.resolve import Resolved, is_launched_rank, resolve
 
@@ -33,6 +32,9 @@ def train(argv: Sequence[str] | None = None) -> int:
         return 0
     if not is_launched_rank():
         return _status_of(lambda: _compose(argv))
+    from shardwise.worker import die_with_parent
+
+    die_with_parent()
     if os.environ["RANK"] != "0":
         from shardwise.launch import hear_from_rank_zero
 
@@ -53,6 +55,8 @@ def _status_of(action: Any, *, rank_zero: bool = True) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as error:
+        if error.code == 130 and rank_zero:
+            print("interrupted", file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:
         from shardwise.launch import RanksFailedError
@@ -89,8 +93,8 @@ def _compose_for_ranks(argv: list[str]) -> None:
     def run(config: Config, overrides: list[str], choices: dict[str, Any]) -> None:
         nonlocal told
         job = _prepare(config, overrides, choices, None)
-        tell_ranks(job)
         told = True
+        tell_ranks(job)
         launch(job)
 
     try:
@@ -98,47 +102,58 @@ def _compose_for_ranks(argv: list[str]) -> None:
             if argument in ("-m", "--multirun") or argument.startswith("rerun="):
                 raise ConfigError(f"{argument} under torchrun would run once a rank: type it with python train.py")
         run_hydra(run, argv)
-    finally:
+    except Exception:
         if not told:
             tell_ranks(None, USER_ERROR)
+        raise
 
 
 def _prepare(config: Config, overrides: list[str], choices: dict[str, Any], repeated: "_Repeated | None") -> Any:
     """Everything that can be wrong is found here; then the run folder is made."""
-    from shardwise.job import check_writable, make_job
+    from shardwise.job import check_writable, make_job, with_folder
 
     notes: list[str] = []
     if repeated is not None:
         config, notes = repeated.keep(config)
+    experiment = _experiment(config, choices)
     resolved = resolve(config)
     check_writable(config.output_root)
     check_plugged_in(resolved)
     if repeated is not None:
         notes += repeated.differences()
-    return make_job(
+    job = make_job(
         config,
         resolved.world,
-        experiment=_experiment(config, choices),
+        experiment=experiment,
         overrides=overrides,
-        command=["python", *sys.argv] if sys.argv[0].endswith(".py") else ["python", "-m", "shardwise", *sys.argv[1:]],
+        command=["python", *sys.orig_argv[1:]],
         notes=notes,
     )
+    return with_folder(job)
 
 
 def _experiment(config: Config, choices: dict[str, Any]) -> str:
     name = config.experiment_name or choices.get("experiment") or choices.get("data") or "default"
+    if str(name).strip() in ("", ".", ".."):
+        raise ConfigError(f"experiment_name={name}: the name of a folder is needed, such as experiment_name=first_try")
     return str(name).replace("/", "_")
 
 
 def check_plugged_in(resolved: Resolved) -> None:
     """Whether what the user plugs in exists and takes its arguments; imports it, and torch with it."""
+    from shardwise.slots import check_names
+
+    config = resolved.config
+    nodes = {slot: getattr(config, slot) for slot in PLUGGED_IN if slot != "callbacks"}
+    nodes |= {f"callbacks.{name}": node for name, node in config.callbacks.items()}
+    check_names(nodes, plugins=config.plugins)
     if resolved.world.launch == "local":
         from shardwise.launch import warm_up
 
         warm_up()
     from shardwise.run import check_slots
 
-    check_slots(resolved.config)
+    check_slots(config)
 
 
 def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: Path) -> list[dict[str, Any]]:
@@ -148,26 +163,29 @@ def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: 
         ConfigError: there is no job, or one of them is wrong; nothing has run then.
         SweepFailedError: a job failed.
     """
-    from shardwise.job import make_job
+    from shardwise.job import check_writable, make_job
+
+    if not composed:
+        raise ConfigError("the sweep has no job: give some key two values, such as -m batch.global_size=32,64")
+    if is_launched_rank():
+        raise ConfigError("a sweep under torchrun would run once a rank: type it with python train.py")
+    resolved = [resolve(config) for config, _, _ in composed]
+    from shardwise.launch import warm_up
     from shardwise.sweep import run_jobs
 
-    try:
-        if not composed:
-            raise ConfigError("the sweep has no job: give some key two values, such as -m batch.global_size=32,64")
-        resolved = [resolve(config) for config, _, _ in composed]
-        for one in resolved:
-            check_plugged_in(one)
-    except ConfigError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    warm_up()
+    for one in resolved:
+        check_writable(one.config.output_root)
+        check_plugged_in(one)
     jobs = [
         make_job(
             config,
             one.world,
             experiment=_experiment(config, choices),
             overrides=overrides,
-            command=["python", *sys.argv],
+            command=["python", *sys.orig_argv[1:]],
             run_id=f"{folder.name}-{number}",
+            in_sweep=True,
         )
         for number, ((config, overrides, choices), one) in enumerate(zip(composed, resolved, strict=True))
     ]
@@ -191,12 +209,15 @@ class _Repeated:
             ConfigError: the folder is no run's.
         """
         from shardwise.hydra_setup import read_yaml
+        from shardwise.provenance import MASK
 
         named = [argument for argument in argv if argument.startswith("rerun=")]
         if not named:
             return None
         if len(named) > 1:
             raise ConfigError(f"{' '.join(named)}: one run can be repeated at a time")
+        if "-m" in argv or "--multirun" in argv:
+            raise ConfigError(f"{named[0]} repeats one run: leave -m out, or type the sweep without rerun=")
         folder = Path(named[0].partition("=")[2].strip("'\"")).expanduser()
         path = folder / "overrides.yaml"
         if not path.is_file() or not (folder / "config.yaml").is_file():
@@ -207,14 +228,27 @@ class _Repeated:
         stored = read_yaml(path)
         if not isinstance(stored, list) or not all(isinstance(line, str) for line in stored):
             raise ConfigError(f"{path} is damaged: a list of overrides is expected")
-        # Which packages may be named is the user's word, not a folder's.
-        stored = [line for line in stored if not line.lstrip("+~").startswith(("plugins=", "hydra"))]
-        return cls(folder, stored, [argument for argument in argv if not argument.startswith("rerun=")])
+        rest = [argument for argument in argv if not argument.startswith("rerun=")]
+        keys = {_key(line) for line in rest}
+        # Which packages may be named, and where to look for files, is the user's word, not a folder's.
+        stored = [
+            line
+            for line in map(str.strip, stored)
+            if not line.startswith("-") and _key(line).partition(".")[0] not in ("plugins", "hydra")
+        ]
+        for line in stored:
+            if MASK in line and _key(line) not in keys:
+                raise ConfigError(f"{_key(line)} is a secret that {path} does not hold: type {_key(line)}=... again")
+        stored = [line for line in stored if MASK not in line]
+        if any(line.startswith("sweep=") for line in stored):
+            rest.insert(0, "hydra.mode=RUN")  # one job of the sweep, not all of them again
+        return cls(folder, stored, rest)
 
     def keep(self, config: Config) -> tuple[Config, list[str]]:
         """``config`` with the folder's values where only the defaults have changed since, and a line for each."""
         from shardwise.config import from_plain, to_plain
         from shardwise.hydra_setup import compose_plain, read_yaml
+        from shardwise.provenance import MASK
 
         then = read_yaml(self.folder / "config.yaml")
         if not isinstance(then, dict):
@@ -226,7 +260,9 @@ class _Repeated:
         for key, value in _flat(then).items():
             if key not in now:
                 notes.append(f"{'.'.join(key)}={value!r} of the repeated run is no key any more and is left out")
-            elif now[key] != value and flat_asked.get(key) == now[key]:
+            elif MASK in str(value):
+                continue
+            elif now[key] != value and key in flat_asked and flat_asked[key] == now[key]:
                 _put(asked, key, value)
                 notes.append(
                     f"{'.'.join(key)}={value!r} is kept from the repeated run (the default is {now[key]!r} now)"
@@ -247,6 +283,11 @@ class _Repeated:
         return [f"differs from the repeated run: {line}" for line in differences(then, now)] or [
             "code, versions and hardware are those of the repeated run"
         ]
+
+
+def _key(override: str) -> str:
+    """The key that an override is about: ``a.b`` of ``+a.b=c``."""
+    return override.lstrip("+~ ").partition("=")[0].strip()
 
 
 def _flat(plain: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:

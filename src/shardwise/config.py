@@ -21,22 +21,26 @@ STRATEGIES = ("ddp", "fsdp", "hsdp")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
 
 OWNED_ELSEWHERE = {
-    "strategy": "strategy=ddp|fsdp|hsdp",
-    "precision": "precision=bf16-mixed",
+    "strategy": f"strategy={'|'.join(STRATEGIES)}",
+    "precision": f"precision={'|'.join(PRECISIONS)}",
     "plugins": "plugins=[mypackage] (packages that a configuration may name) and launch= (the cluster environment)",
     "logger": "logger=wandb|tensorboard|csv|none",
     "callbacks": "callbacks.<name>._target_=...",
     "accumulate_grad_batches": "batch.accumulate or batch.micro_size",
     "use_distributed_sampler": "the stream of samples (always sharded over the data-parallel ranks)",
     "sync_batchnorm": "model.norm=group (statistics over a micro-batch are outside what can be kept equal)",
-    "devices_per_node": "trainer.devices",
 }
 """Arguments of Lightning's Trainer that have an owner here: name -> what to type instead."""
 
 
-def choices(*allowed: str) -> dict[str, tuple[str, ...]]:
+def choices(*allowed: str) -> dict[str, Any]:
     """Field metadata that limits a string to ``allowed``."""
     return {"choices": allowed}
+
+
+def limits(*words: str, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+    """Field metadata that limits a number to ``least`` ... ``most``, and a string in its place to ``words``."""
+    return {"words": words, "least": least, "most": most}
 
 
 @dataclass
@@ -45,39 +49,39 @@ class TrainerConfig:
 
     accelerator: str = field(default="auto", metadata=choices("auto", "cpu", "gpu", "cuda"))
     """Where to train; ``auto`` takes the GPUs where there are any, else the CPU."""
-    devices: int | str = "auto"
+    devices: int | str = field(default="auto", metadata=limits("auto", least=1))
     """Processes (one a device) on each node; ``auto``: all GPUs, or on a CPU the fewest that the strategy needs."""
-    num_nodes: int = 1
+    num_nodes: int = field(default=1, metadata=limits(least=1))
     """Machines."""
-    max_epochs: int | None = None
+    max_epochs: int | None = field(default=None, metadata=limits(least=1))
     """Passes over the training samples; turned into ceil(max_epochs * samples / batch.global_size) optimizer steps."""
-    min_epochs: int | None = None
+    min_epochs: int | None = field(default=None, metadata=limits(least=1))
     """Passes that early stopping has to wait for."""
     max_steps: int = -1
     """Optimizer steps; -1 leaves it to max_epochs."""
-    min_steps: int | None = None
+    min_steps: int | None = field(default=None, metadata=limits(least=1))
     """Optimizer steps that early stopping has to wait for."""
     max_time: str | None = None
     """Wall-clock limit as DD:HH:MM:SS."""
-    fast_dev_run: bool | int = False
-    """Run only this many batches of each kind, with loggers off."""
-    limit_train_batches: int | None = None
-    """Optimizer steps in an epoch at most."""
-    limit_val_batches: int | float | None = None
-    """Validation batches at most: a number, or a fraction below 1.0."""
-    limit_test_batches: int | float | None = None
-    """Test batches at most: a number, or a fraction below 1.0."""
-    limit_predict_batches: int | float | None = None
-    """Prediction batches at most: a number, or a fraction below 1.0."""
+    fast_dev_run: bool | int = field(default=False, metadata=limits(least=0))
+    """Run only this many batches of each kind (true: one), without loggers and tests, to see whether all goes."""
+    limit_train_batches: int | float | None = field(default=None, metadata=limits(least=0))
+    """Optimizer steps in an epoch at most: a number, or a fraction (at most 1.0) of it."""
+    limit_val_batches: int | float | None = field(default=None, metadata=limits(least=0))
+    """Validation batches at most: a number, or a fraction (at most 1.0) of them."""
+    limit_test_batches: int | float | None = field(default=None, metadata=limits(least=0))
+    """Test batches at most: a number, or a fraction (at most 1.0) of them."""
+    limit_predict_batches: int | float | None = field(default=None, metadata=limits(least=0))
+    """Prediction batches at most: a number, or a fraction (at most 1.0) of them."""
     overfit_batches: int = 0
     """Not with the endless stream of samples; use limit_train_batches and a small data set instead."""
-    val_check_interval: int | float | None = None
+    val_check_interval: int | float | None = field(default=None, metadata=limits(least=0))
     """Optimizer steps between validations, or a fraction (at most 1.0) of an epoch."""
-    check_val_every_n_epoch: int | None = 1
+    check_val_every_n_epoch: int | None = field(default=1, metadata=limits(least=1))
     """Epochs between validations; null counts val_check_interval across epochs."""
-    num_sanity_val_steps: int = 0
-    """Validation batches to try before training."""
-    log_every_n_steps: int = 10
+    num_sanity_val_steps: int = field(default=0, metadata=limits(least=-1))
+    """Validation batches to try before training; -1 for all of them."""
+    log_every_n_steps: int = field(default=10, metadata=limits(least=1))
     """Optimizer steps between two lines of metrics."""
     enable_checkpointing: bool = False
     """Lightning's own ModelCheckpoint."""
@@ -85,11 +89,11 @@ class TrainerConfig:
     """Progress on rank 0: a bar on a terminal, plain lines elsewhere."""
     enable_model_summary: bool = False
     """Lightning's table of layers."""
-    gradient_clip_val: float | None = None
+    gradient_clip_val: float | None = field(default=None, metadata=limits(least=0))
     """Limit of the gradients' norm (or of each value), over all ranks."""
     gradient_clip_algorithm: str = field(default="norm", metadata=choices("norm", "value"))
     """What gradient_clip_val limits."""
-    deterministic: bool | str | None = None
+    deterministic: bool | str | None = field(default=None, metadata=limits("warn"))
     """true, false or warn: PyTorch's deterministic algorithms."""
     benchmark: bool | None = None
     """cuDNN's autotuner."""
@@ -101,7 +105,7 @@ class TrainerConfig:
     """Autograd's anomaly detection (slow)."""
     barebones: bool = False
     """Everything optional off, to measure the loop."""
-    reload_dataloaders_every_n_epochs: int = 0
+    reload_dataloaders_every_n_epochs: int = field(default=0, metadata=limits(least=0))
     """Ask the data module for new loaders this often."""
     default_root_dir: str | None = None
     """Not used: a run's folder is output_root/<experiment>/<run id>."""
@@ -117,9 +121,9 @@ class LaunchConfig:
 
     kind: str = field(default="auto", metadata=choices("auto", "local", "torchrun"))
     """auto decides and says why; local starts the processes of this machine; torchrun expects ranks that exist."""
-    start_timeout: int = 600
+    start_timeout: int = field(default=600, metadata=limits(least=1))
     """Seconds until every rank has met the others and made the first step."""
-    collective_timeout: int = 120
+    collective_timeout: int = field(default=120, metadata=limits(least=1))
     """Seconds a collective may take in training."""
 
 
@@ -129,10 +133,10 @@ class StrategyConfig:
 
     name: str = field(default="ddp", metadata=choices(*STRATEGIES))
     """The choice of the group: what the degrees have to come out as."""
-    dp_replicate: int | str = 1
-    """Replicas whose gradients are all-reduced; ``nodes`` means one replica a node."""
+    dp_replicate: int | str = field(default=1, metadata=limits("nodes"))
+    """Replicas whose gradients are all-reduced; -1 takes the remaining ranks, ``nodes`` makes one replica a node."""
     dp_shard: int = 1
-    """Ranks over which parameters, gradients and optimizer state are sharded."""
+    """Ranks over which parameters, gradients and optimizer state are sharded; -1 takes the remaining ranks."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward pass, and gather them again in the backward pass."""
     defer_gradient_sync: bool = True
@@ -153,13 +157,13 @@ class PrecisionConfig:
 class BatchConfig:
     """Sizes in samples: global_size = micro_size x data-parallel size x accumulate."""
 
-    global_size: int = 64
+    global_size: int = field(default=64, metadata=limits(least=1))
     """Samples of one optimizer step, over all ranks. The knob."""
-    micro_size: int | None = None
+    micro_size: int | None = field(default=None, metadata=limits(least=1))
     """Samples of one forward pass on one rank; derived if not given."""
-    accumulate: int | None = None
+    accumulate: int | None = field(default=None, metadata=limits(least=1))
     """Micro-batches of one optimizer step on one rank; derived if not given."""
-    eval_size: int | None = None
+    eval_size: int | None = field(default=None, metadata=limits(least=1))
     """Samples of one evaluation batch on one rank; the training share of a rank if not given."""
 
 
@@ -169,11 +173,11 @@ class ScheduleConfig:
 
     kind: str = field(default="cosine", metadata=choices("cosine", "linear", "constant", "wsd"))
     """Shape after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: int = field(default=0, metadata=limits(least=0))
     """Optimizer steps of linear warm-up."""
-    min_ratio: float = 0.0
+    min_ratio: float = field(default=0.0, metadata=limits(least=0, most=1))
     """Factor at the end."""
-    decay_fraction: float = 0.2
+    decay_fraction: float = field(default=0.2, metadata=limits(least=0, most=1))
     """Share of all steps in which wsd (warmup-stable-decay) goes down."""
 
 
@@ -183,7 +187,7 @@ class LRScalingConfig:
 
     rule: str = field(default="none", metadata=choices("none", "linear", "sqrt"))
     """none, linear (Goyal et al. 2017) or sqrt (Krizhevsky 2014)."""
-    base_batch_size: int | None = None
+    base_batch_size: int | None = field(default=None, metadata=limits(least=1))
     """Global batch, in samples, for which optimizer.lr was found."""
 
 
@@ -226,7 +230,7 @@ class Config:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """``, did you mean 'x'?`` for the name most like ``name``, or an empty string."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
@@ -236,8 +240,8 @@ def unknown_key(path: str, names: Iterable[str]) -> ConfigError:
     names = list(names)
     if parent == "trainer" and key in OWNED_ELSEWHERE:
         return ConfigError(f"{path} is not set here: use {OWNED_ELSEWHERE[key]}")
-    where = f"{parent} has" if parent else "the configuration has"
-    return ConfigError(f"{path}: no such key" + (nearest(key, names) or f" ({where}: {', '.join(names)})"))
+    where = f"{parent} has {', '.join(names)}" if parent else f"there are {', '.join(names)}; any key fits under extra"
+    return ConfigError(f"{path}: no such key{nearest(key, names) or f' ({where})'}")
 
 
 def from_plain(plain: Mapping[str, Any]) -> Config:
@@ -265,39 +269,83 @@ def _build(kind: type, plain: Any, path: str) -> Any:
         if key not in known:
             raise unknown_key(where, known)
         hint = hints[key]
-        values[key] = _build(hint, value, where) if is_dataclass(hint) else _check(known[key], hint, value, where)
+        if isinstance(hint, type) and is_dataclass(hint):
+            values[key] = _build(hint, value, where)
+        else:
+            values[key] = _check(known[key], hint, value, where)
     return kind(**values)
 
 
 def _check(known: Field, hint: Any, value: Any, path: str) -> Any:
-    allowed = known.metadata.get("choices")
-    union = get_origin(hint) in (Union, types.UnionType)
-    optional = union and type(None) in get_args(hint)
-    if value is None and optional:
+    kinds = _kinds(hint)
+    if value is None and type(None) in kinds:
         return None
-    if value == "???":
-        raise ConfigError(f"{path} is missing: give it a value, such as {path}=...")
-    if allowed and value not in allowed:
-        shown = "|".join(allowed)
-        raise ConfigError(f"{path}={value!r}: no such choice{nearest(str(value), allowed)} ({path}={shown})")
-    if get_origin(hint) is list and isinstance(value, (list, tuple)):
+    if missing := _missing(value, path):
+        raise ConfigError(f"{missing} is missing: give it a value, such as {missing}=...")
+    if isinstance(value, str) and known.metadata.get("choices"):
+        if value not in known.metadata["choices"]:
+            raise wrong_choice(path, value, known.metadata["choices"])
+        return value
+    if isinstance(value, str) and known.metadata.get("words"):
+        if value not in known.metadata["words"]:
+            raise wrong_value(path, value, known)
+        return value
+    if list in kinds and isinstance(value, (list, tuple)):
         return list(value)
-    kinds = tuple(get_origin(arg) or arg for arg in (get_args(hint) if union else (hint,)))
-    if bool not in kinds and isinstance(value, bool):
-        raise ConfigError(f"{path}={value}: {_names(kinds)} is needed")
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return value if int in kinds else float(value)
-    if not isinstance(value, kinds):
-        raise ConfigError(f"{path}={value!r}: {_names(kinds)} is needed")
+        value = value if int in kinds else float(value)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise wrong_value(path, value, known)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        _check_range(known, value, path)
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def kinds_in_words(kinds: Iterable[str]) -> str:
-    """Names of types as a person would say them: ``a whole number or a text``."""
-    words = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
-    words |= {"dict": "a mapping", "list": "a list"}
-    return " or ".join(words[kind] for kind in kinds if kind in words)
+def _kinds(hint: Any) -> tuple[type, ...]:
+    """The classes that a type hint allows."""
+    union = get_origin(hint) in (Union, types.UnionType)
+    return tuple(get_origin(part) or part for part in (get_args(hint) if union else (hint,)))
 
 
-def _names(kinds: tuple[type, ...]) -> str:
-    return kinds_in_words(kind.__name__ for kind in kinds)
+def _check_range(known: Field, value: float, path: str) -> None:
+    least, most = known.metadata.get("least"), known.metadata.get("most")
+    if value != value or (least is not None and value < least) or (most is not None and value > most):
+        if most is not None:
+            raise ConfigError(f"{path}={value}: a number from {least} to {most} is needed")
+        words = "".join(f", or {word}" for word in known.metadata["words"])
+        raise ConfigError(f"{path}={value}: at least {least} is needed{words}")
+
+
+def _missing(value: Any, path: str) -> str:
+    """The dotted name of the first value below ``path`` that YAML declares mandatory, or an empty string."""
+    if isinstance(value, Mapping):
+        return next(filter(None, (_missing(inner, f"{path}.{key}") for key, inner in value.items())), "")
+    if isinstance(value, (list, tuple)):
+        return next(filter(None, (_missing(inner, f"{path}[{at}]") for at, inner in enumerate(value))), "")
+    return path if value == "???" else ""
+
+
+def wrong_choice(path: str, value: Any, allowed: Iterable[str]) -> ConfigError:
+    """The error for a value that is none of those that the key (or group) takes."""
+    allowed = list(allowed)
+    return ConfigError(f"{path}={value}: no such choice{nearest(str(value), allowed)} ({path}={'|'.join(allowed)})")
+
+
+def wrong_value(path: str, value: Any, known: Field) -> ConfigError:
+    """The error for a value of a type that the field does not take."""
+    shown = value if isinstance(value, str) else repr(value)
+    return ConfigError(f"{path}={shown}: {needed(known)} is needed")
+
+
+def needed(known: Field) -> str:
+    """What a field takes, as a person would say it: ``a whole number or auto``."""
+    if known.metadata.get("choices"):
+        return "|".join(known.metadata["choices"])
+    kinds = _kinds(known.type)
+    said: dict[type, list[str]] = {float: ["a number"], int: ["a whole number"], bool: ["true", "false"]}
+    said |= {str: list(known.metadata.get("words") or ["a text"]), dict: ["a mapping"]}
+    said |= {list: [f"a list, such as {known.name}=[mypackage],"]}
+    shown = [text for kind, texts in said.items() if kind in kinds for text in texts]
+    if int in kinds and float in kinds:
+        shown.remove("a whole number")
+    return " or ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

@@ -5,30 +5,13 @@ import inspect
 import json
 import shutil
 import textwrap
-from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import get_type_hints
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
+
+import yaml
 
 from shardwise.config import Config, TrainerConfig
-
-GROUPS = {
-    "experiment": "a whole recipe: model, data, sizes",
-    "strategy": "how ranks share the work",
-    "nodes": "machines x processes on each",
-    "launch": "who starts the processes",
-    "precision": "number formats",
-    "model": "what is trained",
-    "data": "what it is trained on",
-    "task": "what its output means",
-    "optimizer": "how it is trained",
-    "schedule": "the learning rate over time",
-    "lr_scaling": "the learning rate over the batch size",
-    "batch": "sizes in samples",
-    "trainer": "Lightning's Trainer",
-    "callbacks": "Lightning callbacks",
-    "logger": "where metrics go beside metrics.jsonl",
-    "sweep": "grids for -m",
-}
+from shardwise.groups import GROUPS, group_choices
 
 EXAMPLES = (
     ("python train.py", "the digits on one device"),
@@ -41,12 +24,6 @@ EXAMPLES = (
 
 SHOWN = ("strategy", "batch", "precision", "schedule", "lr_scaling", "launch", "sweep")
 """Groups of the schema whose keys are listed one by one."""
-
-
-def choices() -> dict[str, list[str]]:
-    """Group -> names of its YAML files, from the package's configuration and experiments."""
-    folders = [Path(str(importlib.resources.files("shardwise"))) / name for name in ("conf", "experiments")]
-    return {g: sorted({p.stem for f in folders for p in (f / g).glob("*.yaml")}) for g in GROUPS}
 
 
 def help_page() -> str:
@@ -63,19 +40,22 @@ def help_page() -> str:
     for command, text in EXAMPLES:
         lines += [f"  {command}", f"      {text}"]
     lines += ["", "groups: pick a choice with group=choice"]
-    for group, names in choices().items():
+    groups, defaults = group_choices(), default_values()
+    for group, names in groups.items():
         lines += _wrapped(f"  {group:<11}", f"{'|'.join(names)}  ({GROUPS[group]})" if names else GROUPS[group], width)
     lines += ["", "keys: set a value with key=value (default in brackets)"]
     for name in ("seed", "experiment_name", "output_root", "plugins"):
-        lines += _key(Config, name, name, width)
+        lines += _key(Config, name, name, defaults.get(name), width)
     hints = get_type_hints(Config)
     for group in SHOWN:
-        kind = hints[group]
+        kind, values = hints[group], defaults.get(group, {})
+        assert isinstance(kind, type)
         assert is_dataclass(kind)
         for field in fields(kind):
-            lines += _key(kind, field.name, f"{group}.{field.name}", width)
-    names = ", ".join(field.name for field in fields(TrainerConfig))
-    lines += _wrapped("  trainer.*  ", f"Lightning's own names: {names}", width)
+            if sorted(field.metadata.get("choices", ())) != groups[group]:  # else the group's choice says it
+                lines += _key(kind, field.name, f"{group}.{field.name}", values.get(field.name), width)
+    arguments = ", ".join(field.name for field in fields(TrainerConfig))
+    lines += _wrapped("  trainer.*  ", f"Lightning's own names: {arguments}", width)
     lines += _wrapped(
         "  model.* data.* task.* optimizer.* callbacks.* logger.*  ", "arguments of the class in _target_", width
     )
@@ -86,16 +66,30 @@ def help_page() -> str:
     return "\n".join(lines)
 
 
+def default_values() -> dict[str, Any]:
+    """What ``config.yaml`` and the choices that it makes say, below the dataclasses' own defaults."""
+    folder = importlib.resources.files("shardwise") / "conf"
+    plain = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    values: dict[str, Any] = {}
+    for entry in plain.pop("defaults"):
+        for group, choice in entry.items() if isinstance(entry, dict) else ():
+            if group in SHOWN and choice is not None:
+                values[group] = yaml.safe_load((folder / group / f"{choice}.yaml").read_text(encoding="utf-8")) or {}
+    for key, value in plain.items():
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    return values
+
+
 def _wrapped(head: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * 13, break_on_hyphens=False)
 
 
-def _key(kind: type, name: str, shown: str, width: int) -> list[str]:
+def _key(kind: type, name: str, shown: str, default: Any, width: int) -> list[str]:
     field = next(f for f in fields(kind) if f.name == name)
-    default = field.default if not callable(getattr(field, "default_factory", None)) else field.default_factory()  # type: ignore[misc]
-    allowed = field.metadata.get("choices")
-    values = "|".join(allowed) + " " if allowed else ""
-    text = f"{values}[{json.dumps(default)}]  {_docstring(kind, name)}"
+    if default is None:
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+    values = "|".join(field.metadata.get("choices", ())) + " " if field.metadata.get("choices") else ""
+    text = f"{values}[{json.dumps(default)}]  {_docstring(kind, name)}".replace("``", "")
     return textwrap.wrap(text, width, initial_indent=f"  {shown}  ", subsequent_indent=" " * 6, break_on_hyphens=False)
 
 

@@ -3,9 +3,10 @@
 import json
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class Job:
     command: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Lines for the start-up table, such as what differs from the run that is repeated."""
+    in_sweep: bool = False
+    """Whether it is one of several jobs of ``-m``."""
 
     def resolved(self) -> Resolved:
         """The typed configuration with everything derived from it."""
@@ -52,25 +55,47 @@ def make_job(
     command: Sequence[str],
     notes: Sequence[str] = (),
     run_id: str | None = None,
+    in_sweep: bool = False,
 ) -> Job:
-    """A job with a run folder of its own, just made, under ``output_root/<experiment>/``.
+    """A job whose run folder will be ``output_root/<experiment>/<run id>``; makes nothing."""
+    run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    folder = Path(config.output_root).absolute() / experiment / run_id
+    return Job(
+        config=to_plain(config),
+        world=asdict(world),
+        run_id=run_id,
+        run_folder=str(folder),
+        overrides=list(overrides),
+        command=list(command),
+        notes=list(notes),
+        in_sweep=in_sweep,
+    )
+
+
+def with_folder(job: Job) -> Job:
+    """The job with its run folder made; under another run id if somebody has been there in the same second.
 
     Raises:
         ConfigError: the folder cannot be made or written to.
     """
-    run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    folder = Path(config.output_root).absolute() / experiment / run_id
+    folder, run_id = Path(job.run_folder), job.run_id
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
+        while True:
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                run_id = f"{job.run_id}-{secrets.token_hex(2)}"
+                folder = folder.with_name(run_id)
         (folder / "ranks").mkdir()
     except OSError as error:
         raise unwritable(folder, error) from error
-    return Job(to_plain(config), asdict(world), run_id, str(folder), list(overrides), list(command), list(notes))
+    return replace(job, run_id=run_id, run_folder=str(folder))
 
 
 def check_writable(root: str) -> None:
-    """Whether a run folder could be made under ``root``; makes nothing.
+    """Whether a run folder could be made under ``root``; leaves nothing behind.
 
     Raises:
         ConfigError: the nearest folder that exists takes no new one.
@@ -80,8 +105,12 @@ def check_writable(root: str) -> None:
         path = path.parent
     if not path.is_dir():
         raise ConfigError(f"output_root={root}: {path} is no folder; type output_root=<another folder>")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_root={root}: {path} cannot be written to; type output_root=<another folder>")
+    try:  # permissions do not tell all: a superuser has every one, and some file systems take no folder
+        os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=path))
+    except OSError as error:
+        raise ConfigError(
+            f"output_root={root}: {path} cannot be written to ({error.strerror}); type output_root=<another folder>"
+        ) from error
 
 
 def unwritable(path: str | os.PathLike[str], error: OSError) -> ConfigError:

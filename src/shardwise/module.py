@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 IGNORED = -100
@@ -21,6 +21,30 @@ IGNORED = -100
 def wide(logits: Tensor) -> Tensor:
     """Logits in float32 or wider: a loss computed from bfloat16 logits is off in the second digit."""
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class MeanLoss(Metric):
+    """The mean of losses over all ranks. A loss that is not a number shows: torchmetrics' MeanMetric leaves it out.
+
+    Sums are in float64, which no conversion of the model's format touches.
+    """
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.total: Tensor
+        self.count: Tensor
+
+    def update(self, losses: Tensor, count: Tensor | int) -> None:
+        """Add ``losses`` of any shape, which are a sum over ``count`` things."""
+        self.total += losses.sum(dtype=torch.float64)
+        self.count += count
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
 
 
 class _Task(LightningModule):
@@ -33,8 +57,14 @@ class _Task(LightningModule):
         self.metrics = nn.ModuleDict()
 
     def measure(self, stage: str, **metrics: Metric) -> None:
-        """Add metrics for a stage (val or test); sums in float64 so that large sets lose nothing."""
-        self.metrics[stage] = nn.ModuleDict({name: metric.set_dtype(torch.float64) for name, metric in metrics.items()})
+        """Add metrics for a stage (val or test)."""
+        self.metrics[stage] = nn.ModuleDict(metrics)
+
+    def metric(self, stage: str, name: str) -> Metric:
+        """The metric ``name`` of a stage."""
+        metric = self.get_submodule(f"metrics.{stage}.{name}")
+        assert isinstance(metric, Metric)
+        return metric
 
     def setup(self, stage: str) -> None:
         group = getattr(self.trainer.strategy, "dp_group", None)
@@ -47,8 +77,8 @@ class _Task(LightningModule):
 
     def log_stage(self, stage: str) -> None:
         """Log the metrics of a stage under ``<stage>/<name>``, reduced at the end of its loop."""
-        for name, metric in self.metrics[stage].items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val")
+        for name in self.metrics[stage]:  # type: ignore[union-attr]
+            self.log(f"{stage}/{name}", self.metric(stage, name), on_step=False, on_epoch=True, prog_bar=stage == "val")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.evaluate("val", batch)
@@ -74,7 +104,7 @@ class Classification(_Task):
         super().__init__(model, label_smoothing=label_smoothing)
         for stage in ("val", "test"):
             accuracy = MulticlassAccuracy(num_classes=num_classes, average="micro", validate_args=False)
-            self.measure(stage, loss=MeanMetric(), accuracy=accuracy)
+            self.measure(stage, loss=MeanLoss(), accuracy=accuracy)
 
     def count_targets(self, batch: tuple[Tensor, Tensor]) -> int:
         """Samples of the batch."""
@@ -90,9 +120,8 @@ class Classification(_Task):
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
         inputs, labels_B = batch
         logits_BK = wide(self.model(inputs))
-        metrics = self.metrics[stage]
-        metrics["loss"].update(F.cross_entropy(logits_BK, labels_B, reduction="none"))
-        metrics["accuracy"].update(logits_BK, labels_B)
+        self.metric(stage, "loss").update(F.cross_entropy(logits_BK, labels_B, reduction="none"), labels_B.size(0))
+        self.metric(stage, "accuracy").update(logits_BK, labels_B)
         self.log_stage(stage)
 
 
@@ -107,7 +136,7 @@ class LanguageModel(_Task):
     def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0) -> None:
         super().__init__(model, label_smoothing=label_smoothing)
         for stage in ("val", "test"):
-            self.measure(stage, loss=MeanMetric())
+            self.measure(stage, loss=MeanLoss())
 
     def count_targets(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Targets of the batch that are not ignored."""
@@ -129,5 +158,5 @@ class LanguageModel(_Task):
         tokens_BT, targets_BT = batch
         logits_BTV = wide(self.model(tokens_BT))
         losses = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="none")
-        self.metrics[stage]["loss"].update(losses[targets_BT.flatten() != IGNORED])
+        self.metric(stage, "loss").update(losses, self.count_targets(batch))
         self.log_stage(stage)

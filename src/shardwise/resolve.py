@@ -5,6 +5,8 @@ Pure functions of numbers and names; torch is not imported. What comes out is pr
 
 import math
 import os
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -101,7 +103,7 @@ def resolve_in(config: Config, world: World) -> Resolved:
     """
     if config.precision.kind == "16-mixed" and world.accelerator == "cpu":
         raise ConfigError(
-            "precision=16-mixed needs a GPU (float16 on a CPU is neither fast nor safe): precision=bf16-mixed"
+            "precision=16-mixed needs a GPU (float16 on a CPU is neither fast nor safe): type precision=bf16-mixed"
         )
     dims = find_dims(config, world)
     check_steps(config)
@@ -128,12 +130,6 @@ def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus:
         ConfigError: the launch, the devices and the machine contradict each other.
     """
     trainer, launch = config.trainer, config.launch
-    if trainer.num_nodes < 1:
-        raise ConfigError(f"trainer.num_nodes={trainer.num_nodes}: at least one machine is needed")
-    if isinstance(trainer.devices, str) and trainer.devices != "auto":
-        raise ConfigError(f"trainer.devices={trainer.devices!r}: a number of processes or auto is needed")
-    if isinstance(trainer.devices, int) and trainer.devices < 1:
-        raise ConfigError(f"trainer.devices={trainer.devices}: at least one process is needed (auto takes all GPUs)")
     launched = is_launched_rank(environ)
     if launch.kind == "torchrun" and not launched:
         raise ConfigError(
@@ -147,12 +143,19 @@ def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus:
 
     present = 0 if trainer.accelerator == "cpu" else (count_gpus() if gpus is None else gpus)
     if trainer.accelerator in ("gpu", "cuda") and not present:
-        raise ConfigError(f"trainer.accelerator={trainer.accelerator}: no GPU is visible here: trainer.accelerator=cpu")
+        raise ConfigError(
+            f"trainer.accelerator={trainer.accelerator}: no GPU is visible here: type trainer.accelerator=cpu"
+        )
     accelerator = "gpu" if present else "cpu"
 
     if launched:
-        devices = int(environ["LOCAL_WORLD_SIZE"])
-        num_nodes = int(environ["WORLD_SIZE"]) // devices
+        size, devices = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
+        if size % devices:
+            raise ConfigError(
+                f"torchrun started {size} ranks, {devices} of them on this node: every node needs the same "
+                f"--nproc-per-node"
+            )
+        num_nodes = size // devices
         for name, typed, found, default in (
             ("devices", trainer.devices, devices, "auto"),
             ("num_nodes", trainer.num_nodes, num_nodes, 1),
@@ -178,7 +181,7 @@ def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus:
     if accelerator == "gpu" and world.devices > present:
         raise ConfigError(
             f"trainer.devices={world.devices}: this machine has {present} GPU{'s' if present > 1 else ''}: "
-            f"trainer.devices={present}, or trainer.accelerator=cpu"
+            f"type trainer.devices={present}, or trainer.accelerator=cpu"
         )
     return world
 
@@ -195,8 +198,7 @@ def _degrees(config: Config, num_nodes: int) -> dict[str, int]:
     replicas = config.strategy.dp_replicate
     if replicas == "nodes":
         replicas = num_nodes
-    if isinstance(replicas, str):
-        raise ConfigError(f"strategy.dp_replicate={replicas!r}: a number, -1 or nodes is needed")
+    assert isinstance(replicas, int), replicas
     return {"dp_replicate": replicas, "dp_shard": config.strategy.dp_shard}
 
 
@@ -221,18 +223,39 @@ def find_dims(config: Config, world: World) -> ParallelDims:
 
 def check_steps(config: Config) -> None:
     """Refuse a training without an end, and counts that the endless stream of samples does not have."""
-    trainer = config.trainer
-    if trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None and not trainer.fast_dev_run:
-        raise ConfigError("the training has no end: type trainer.max_epochs=... or trainer.max_steps=...")
+    trainer, schedule = config.trainer, config.schedule
+    if trainer.max_epochs is None and trainer.max_steps == -1 and not trainer.fast_dev_run:
+        raise ConfigError("the training has no end in steps: type trainer.max_epochs=... or trainer.max_steps=...")
     if trainer.max_steps < -1 or trainer.max_steps == 0:
         raise ConfigError(
             f"trainer.max_steps={trainer.max_steps}: a positive number of optimizer steps, or -1 for no limit"
         )
-    if trainer.max_epochs is not None and trainer.max_epochs < 1:
-        raise ConfigError(f"trainer.max_epochs={trainer.max_epochs}: a positive number of epochs")
-    if 0 < trainer.max_steps < config.schedule.warmup_steps:
+    if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
         raise ConfigError(
-            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than trainer.max_steps={trainer.max_steps}"
+            f"trainer.max_time={trainer.max_time}: DD:HH:MM:SS is needed, such as trainer.max_time=00:01:30:00"
+        )
+    schedules.check(
+        schedule.kind,
+        total_steps=trainer.max_steps if trainer.max_steps > 0 else sys.maxsize,
+        warmup_steps=schedule.warmup_steps,
+        min_ratio=schedule.min_ratio,
+        decay_fraction=schedule.decay_fraction,
+    )
+    for name in ("train", "val", "test", "predict"):
+        limit = getattr(trainer, f"limit_{name}_batches")
+        if isinstance(limit, float) and limit > 1:
+            raise ConfigError(f"trainer.limit_{name}_batches={limit}: a whole number, or a fraction of at most 1.0")
+    if trainer.limit_train_batches == 0:
+        raise ConfigError("trainer.limit_train_batches=0: at least one step is needed")
+    interval = trainer.val_check_interval
+    if interval is not None and (interval == 0 or (isinstance(interval, float) and interval > 1)):
+        raise ConfigError(
+            f"trainer.val_check_interval={interval}: a positive number of steps, or a fraction of at most 1.0"
+        )
+    if trainer.check_val_every_n_epoch is None and isinstance(interval, float):
+        raise ConfigError(
+            f"trainer.val_check_interval={interval} is a fraction of an epoch, and "
+            "trainer.check_val_every_n_epoch=null counts steps across epochs: type a whole number of steps"
         )
     if trainer.overfit_batches:
         raise ConfigError(
@@ -243,19 +266,11 @@ def check_steps(config: Config) -> None:
         raise ConfigError(
             "trainer.default_root_dir: a run's folder is output_root/<experiment>/<run id>: output_root=..."
         )
-    if trainer.log_every_n_steps < 1:
-        raise ConfigError(
-            f"trainer.log_every_n_steps={trainer.log_every_n_steps}: at least 1 is needed; logger=none is quiet"
-        )
 
 
 def find_batch(config: Config, dp_size: int) -> Batch:
     """Micro-batch and accumulation for ``dp_size`` data-parallel ranks."""
     sizes = config.batch
-    for name in ("global_size", "micro_size", "accumulate", "eval_size"):
-        value = getattr(sizes, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"batch.{name}={value}: a positive number of samples is needed")
     total = sizes.global_size
     if total % dp_size:
         raise ConfigError(
@@ -295,6 +310,17 @@ def _nearest_multiples(value: int, of: int) -> str:
     return f"{below} and {above}" if below else str(above)
 
 
+def _limited(whole: int | None, limit: int | float | None) -> int | None:
+    """Optimizer steps in an epoch of ``whole`` (None: of unknown length) under ``trainer.limit_train_batches``."""
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return whole
+    if isinstance(limit, int):
+        return limit if whole is None else min(limit, whole)
+    if whole is None:
+        raise ConfigError(f"trainer.limit_train_batches={limit} of an epoch of unknown length: type a number of steps")
+    return max(1, int(limit * whole))
+
+
 @dataclass(frozen=True)
 class Steps:
     """What the number of training samples adds: counts in optimizer steps."""
@@ -303,7 +329,9 @@ class Steps:
     """None for a stream without a length."""
     steps_per_epoch: int | None
     total: int
-    """Optimizer steps of the whole training, the length of the schedule."""
+    """Optimizer steps of the whole training."""
+    scheduled: int
+    """Optimizer steps over which the schedule stretches: those of the whole training, also where fast_dev_run stops."""
     val_check_interval: int | float | None
     """Lightning's argument: a number of steps, or 1.0 for the end of an epoch."""
 
@@ -316,42 +344,37 @@ def resolve_steps(resolved: Resolved, num_samples: int | None) -> Steps:
         num_samples: training samples, or None where the data are a stream without a length.
 
     Raises:
-        ConfigError: a count needs the length that a stream does not have.
+        ConfigError: a count needs the length that a stream does not have, or the schedule does not fit.
     """
     trainer, size = resolved.config.trainer, resolved.batch.global_size
-    per_epoch = None if num_samples is None else math.ceil(num_samples / size)
-    if per_epoch is not None and trainer.limit_train_batches is not None:
-        per_epoch = min(per_epoch, trainer.limit_train_batches)
+    whole = None if num_samples is None else math.ceil(num_samples / size)
+    per_epoch = _limited(whole, trainer.limit_train_batches)
     totals = [trainer.max_steps] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None:
-        if num_samples is None:
-            if not totals:
-                raise ConfigError("trainer.max_epochs with a stream of unknown length: type trainer.max_steps=...")
-        elif trainer.limit_train_batches is not None:
+        if per_epoch is not None and per_epoch != whole:
             totals.append(trainer.max_epochs * per_epoch)
-        else:
+        elif num_samples is not None:
             totals.append(math.ceil(trainer.max_epochs * num_samples / size))
-    if trainer.fast_dev_run:
-        totals.append(int(trainer.fast_dev_run))
-    if not totals:
-        raise ConfigError("the schedule needs an end in steps beside trainer.max_time: type trainer.max_steps=...")
+        elif not totals:
+            raise ConfigError("trainer.max_epochs with a stream of unknown length: type trainer.max_steps=...")
+    if not totals and trainer.fast_dev_run:
+        totals.append(int(trainer.fast_dev_run) + resolved.config.schedule.warmup_steps)
+    assert totals, "check_steps has refused a training without an end"
     interval = trainer.val_check_interval
-    if isinstance(interval, float):
-        if not 0 < interval <= 1:
-            raise ConfigError(f"trainer.val_check_interval={interval}: a fraction is above 0 and at most 1.0")
-        if interval < 1:
-            if per_epoch is None:
-                raise ConfigError(
-                    f"trainer.val_check_interval={interval} of an epoch of unknown length: type a number of steps"
-                )
-            interval = max(1, int(per_epoch * interval))
-    total = min(totals)
+    if isinstance(interval, float) and interval < 1:
+        if per_epoch is None:
+            raise ConfigError(
+                f"trainer.val_check_interval={interval} of an epoch of unknown length: type a number of steps"
+            )
+        interval = max(1, int(per_epoch * interval))
+    scheduled = min(totals)
     schedule = resolved.config.schedule
     schedules.check(
         schedule.kind,
-        total_steps=total,
+        total_steps=scheduled,
         warmup_steps=schedule.warmup_steps,
         min_ratio=schedule.min_ratio,
         decay_fraction=schedule.decay_fraction,
     )
-    return Steps(num_samples, per_epoch, total, interval)
+    total = min(scheduled, int(trainer.fast_dev_run)) if trainer.fast_dev_run else scheduled
+    return Steps(num_samples, per_epoch, total, scheduled, interval)

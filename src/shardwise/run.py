@@ -1,5 +1,7 @@
 """Build every object of a job, fit, test, and write what came out: what each rank does with a job."""
 
+import errno
+import inspect
 import json
 import math
 import os
@@ -34,6 +36,9 @@ from shardwise.strategies import MeshStrategy
 from shardwise.summary import StartUp, show_end
 from shardwise.tracking import JsonlLogger, WandbTracker
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
+"""Why a run folder takes no more, which is not the program's fault."""
+
 
 def run_job(job: Job) -> dict[str, Any]:
     """Train and test as the job says, on this rank; returns what ``result.json`` holds.
@@ -49,18 +54,20 @@ def run_job(job: Job) -> dict[str, Any]:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-    data = build_data(resolved, rank)
-    steps = resolve_steps(resolved, data.num_train_samples)
-    torch.manual_seed(stable_seed(config.seed, "init"))
-    task = build_task(resolved, data, steps)
-    trainer = build_trainer(job, resolved, steps, notes=_warnings(task, config))
-    trackers = [logger for logger in trainer.loggers if isinstance(logger, WandbTracker)]
     writer = _RunFolder(job, resolved) if rank == 0 else None
+    trainer: pl.Trainer | None = None
     exit_code, status = 1, "failed"
     try:
         if writer is not None:
+            writer.start()
+        data = build_data(resolved, rank)
+        steps = resolve_steps(resolved, data.num_train_samples)
+        torch.manual_seed(stable_seed(config.seed, "init"))
+        task = build_task(resolved, data, steps)
+        trainer = build_trainer(job, resolved, steps, notes=_warnings(task, config))
+        if writer is not None:
             derived = {**resolved.derived(), "total_steps": steps.total, "samples_per_epoch": steps.samples_per_epoch}
-            writer.start(derived)
+            writer.describe(derived)
             for logger in trainer.loggers:
                 logger.log_hyperparams({**without_secrets(to_plain(config)), "derived": derived})
         trainer.fit(task, datamodule=data)
@@ -69,16 +76,18 @@ def run_job(job: Job) -> dict[str, Any]:
             trainer.test(task, datamodule=data, verbose=False)
         exit_code, status = 0, "completed"
     except (OSError, RuntimeError) as error:
-        if getattr(error, "errno", None) in (28, 30, 13):
+        if getattr(error, "errno", None) in UNWRITABLE and not isinstance(error, ConfigError):
             raise unwritable(job.run_folder, error) from error  # type: ignore[arg-type]
         raise
     finally:
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        result = {"status": status, "run_id": job.run_id, "steps": trainer.global_step, "metrics": values}
+        values = {} if trainer is None else {name: float(value) for name, value in trainer.callback_metrics.items()}
+        done = 0 if trainer is None else trainer.global_step
+        result = {"status": status, "run_id": job.run_id, "steps": done, "metrics": values}
+        for logger in [] if trainer is None else trainer.loggers:
+            if isinstance(logger, WandbTracker):
+                logger.finish(exit_code)
         if writer is not None:
             writer.finish(result)
-        for tracker in trackers:
-            tracker.finish(exit_code)
         if dist.is_available() and dist.is_initialized() and exit_code == 0:
             dist.destroy_process_group()
     if rank == 0:
@@ -101,6 +110,7 @@ def check_slots(config: Config) -> None:
             target = find_target(slot, node, plugins=plugins)
             free = tuple(name for name in supplied if name not in node)
             check_arguments(target, arguments(node), where=slot, supplied=free)
+    _check_model(config)
     target = find_target("optimizer", config.optimizer, plugins=plugins)
     check_arguments(target, arguments(config.optimizer), where="optimizer", supplied=("params",))
     given = {key: value for key, value in arguments(config.optimizer).items() if key != "lr"}
@@ -115,6 +125,18 @@ def check_slots(config: Config) -> None:
         model = config.model.get("_target_") and find_target("model", config.model, plugins=plugins)
         if hasattr(model, "init_parameter"):
             build_model(config, data)
+
+
+def _check_model(config: Config) -> None:
+    task = find_target("task", config.task, plugins=config.plugins)
+    takes, given = accepts(task, "model") and "model" not in config.task, bool(config.model.get("_target_"))
+    name = getattr(task, "__name__", str(task))
+    if takes and not given and inspect.signature(task).parameters["model"].default is inspect.Parameter.empty:
+        raise ConfigError(f"task {name} needs a model: type model=<choice>, or model=custom model._target_=...")
+    if given and not takes:
+        raise ConfigError(
+            f"task {name} takes no model, so {config.model['_target_']} would do nothing: type model=none"
+        )
 
 
 # ---- building ------------------------------------------------------------------------------------------------------
@@ -173,9 +195,7 @@ def build_task(resolved: Resolved, data: Any, steps: Steps) -> pl.LightningModul
     config = resolved.config
     target = find_target("task", config.task, plugins=config.plugins)
     given = fill_auto(arguments(config.task), data, where="task")
-    model = build_model(config, data) if accepts(target, "model") else None
-    if accepts(target, "model") and model is None:
-        raise ConfigError(f"task {target.__name__} needs a model: type model=<choice> or model._target_=...")
+    model = build_model(config, data)
     task = build(target, given, where="task", **({} if model is None else {"model": model}))
     if is_overridden("configure_optimizers", task):
         if config.lr_scaling.rule != "none":
@@ -199,7 +219,7 @@ def _optimizers(task: pl.LightningModule, resolved: Resolved, steps: Steps) -> C
         scheduler = build_scheduler(
             optimizer,
             kind=schedule.kind,
-            total_steps=steps.total,
+            total_steps=steps.scheduled,
             warmup_steps=schedule.warmup_steps,
             min_ratio=schedule.min_ratio,
             decay_fraction=schedule.decay_fraction,
@@ -333,9 +353,13 @@ class _RunFolder:
         self.folder = Path(job.run_folder)
         self.started = time.time()
 
-    def start(self, derived: dict[str, Any]) -> None:
-        """``config.yaml``, ``overrides.yaml`` and ``provenance.json``, before the first step."""
+    def describe(self, derived: dict[str, Any]) -> None:
+        """``config.yaml`` with what the rules made of it."""
         write_yaml(self.folder / "config.yaml", without_secrets({**self.job.config, "derived": derived}))
+
+    def start(self) -> None:
+        """``config.yaml``, ``overrides.yaml`` and ``provenance.json``, before anything can go wrong."""
+        self.describe(self.resolved.derived())
         write_yaml(self.folder / "overrides.yaml", without_secrets(list(self.job.overrides)))
         world, dims = self.resolved.world, self.resolved.dims
         ranks = [
@@ -355,4 +379,8 @@ class _RunFolder:
         """``result.json``; a value that is no number of JSON's is null."""
         metrics = {name: value if math.isfinite(value) else None for name, value in result["metrics"].items()}
         seconds = round(time.time() - self.started, 3)
-        write_json(self.folder / "result.json", {**result, "metrics": metrics, "seconds": seconds})
+        try:
+            write_json(self.folder / "result.json", {**result, "metrics": metrics, "seconds": seconds})
+        except OSError as error:
+            if result["status"] == "completed":  # else something has gone wrong already, and is told
+                raise unwritable(self.folder / "result.json", error) from error

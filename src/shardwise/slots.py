@@ -33,8 +33,45 @@ FACTORIES = {
 }
 """Slot -> modules (or dotted names) whose public functions may be named as well."""
 
+CUSTOM = ("model", "data", "task")
+"""Slots with a choice ``custom`` that holds no argument, for a target of the user's own."""
+
+NEVER_EMPTY = ("data", "task", "optimizer", "callbacks")
+"""Slots that hold a target in every run; of callbacks, each."""
+
 AUTO = "auto"
 """Value of a model's argument that is taken from the data module's attribute of the same name."""
+
+
+def check_names(nodes: Mapping[str, Mapping[str, Any]], *, plugins: Iterable[str] = ()) -> None:
+    """Whether every ``_target_`` is in a package that may be named; imports nothing.
+
+    Args:
+        nodes: dotted place (``model``, ``callbacks.early``) -> the mapping there.
+        plugins: packages beside :data:`ALLOWED_PACKAGES` that may be named.
+
+    Raises:
+        ConfigError: the first that may not, or that is no dotted name.
+    """
+    for where, node in nodes.items():
+        if not isinstance(node, Mapping):
+            raise ConfigError(f"{where}={node}: a mapping with a _target_ is needed, such as {where}._target_=...")
+        if node.get("_target_") or where.partition(".")[0] in NEVER_EMPTY:
+            _check_name(where, node.get("_target_"), plugins)
+
+
+def _check_name(where: str, dotted: Any, plugins: Iterable[str]) -> None:
+    if not isinstance(dotted, str) or not all(part.isidentifier() for part in dotted.split(".")):
+        raise ConfigError(
+            f"{where}._target_={'null' if dotted is None else dotted}: a dotted name is needed, such as "
+            f"{where}._target_=mypackage.MyClass"
+        )
+    allowed, package = (*ALLOWED_PACKAGES, *plugins), dotted.partition(".")[0]
+    if package not in allowed:
+        raise ConfigError(
+            f"{where}._target_={dotted}: package {package!r} is not allowed here{nearest(package, allowed)}; "
+            f"if it is yours, type plugins=[{package}]"
+        )
 
 
 def find_target(
@@ -53,17 +90,9 @@ def find_target(
     """
     where = where or slot
     dotted = node.get("_target_")
-    if not isinstance(dotted, str) or not dotted:
-        raise ConfigError(
-            f"{where}._target_={dotted!r}: a dotted name is needed, such as {where}._target_=mypackage.MyClass"
-        )
-    allowed = (*ALLOWED_PACKAGES, *plugins)
+    _check_name(where, dotted, plugins)
+    assert isinstance(dotted, str)
     package = dotted.partition(".")[0]
-    if package not in allowed:
-        raise ConfigError(
-            f"{where}._target_={dotted}: package {package!r} is not allowed here{nearest(package, allowed)}; "
-            f"if it is yours, type plugins=[{package}]"
-        )
     target = _import(dotted, where)
     module, name = KINDS[slot]
     kind = getattr(importlib.import_module(module), name)
@@ -147,6 +176,7 @@ def check_arguments(
         if key not in named and not takes_any:
             raise ConfigError(
                 f"{where}.{key}: {name} has no such argument{nearest(key, free)} (it has: {', '.join(free) or 'none'})"
+                + ("" if _is_ours(target) or where not in CUSTOM else f"; {where}=custom starts without any")
             )
     for key, parameter in named.items():
         if parameter.default is parameter.empty and key not in given and key not in supplied:
@@ -154,6 +184,10 @@ def check_arguments(
     check = getattr(target, "check_arguments", None)
     if check is not None:
         check(**given)
+
+
+def _is_ours(target: Callable[..., Any]) -> bool:
+    return getattr(target, "__module__", "").partition(".")[0] in ALLOWED_PACKAGES
 
 
 def _names_code(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.job import Job
+from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, Steps
 
 
@@ -74,20 +75,24 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
     )
     print(f"\n{result['status']} after {result['steps']:,} steps  {shown}")
     print(f"run folder: {job.run_folder}")
-    print("next:")
-    for line in next_commands(job):
-        print(f"  {line}")
+    if not job.in_sweep:
+        print("next:")
+        for line in next_commands(job):
+            print(f"  {line}")
 
 
 def next_commands(job: Job) -> list[str]:
     """Three commands that make sense after this run."""
     start = "python train.py"
-    typed = [shlex.quote(o) for o in job.overrides if not o.startswith(("strategy=", "trainer.devices=", "seed="))]
-    same = " ".join([start, *typed])
+    changed = ("strategy", "trainer.devices", "seed", "batch.global_size", "lr_scaling")
+    typed = [o for o in job.overrides if not o.startswith(tuple(f"{key}{end}" for key in changed for end in "=."))]
+    same = " ".join([start, *map(shlex.quote, without_secrets(typed))])
+    other = "ddp" if job.config["strategy"]["name"] == "fsdp" else "fsdp"
+    plugins = f" plugins=[{','.join(job.config['plugins'])}]" if job.config["plugins"] else ""
     return [
-        f"{same} strategy=fsdp trainer.devices=2",
+        f"{same} strategy={other} trainer.devices=2",
         f"{same} -m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=64",
-        f"{start} rerun={shlex.quote(job.run_folder)}",
+        f"{start} rerun={shlex.quote(job.run_folder)}{plugins}",
     ]
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.job import Job, write_json
-from shardwise.launch import RanksFailedError, launch, warm_up
-from shardwise.worker import die_with_parent, first_failure
+from shardwise.job import Job, with_folder, write_json
+from shardwise.launch import RanksFailedError, how_it_ended, launch
+from shardwise.provenance import without_secrets
+from shardwise.worker import die_with_parent, first_failure, unwind_on_signals
 
 
 class SweepFailedError(RuntimeError):
@@ -41,22 +42,37 @@ def run_jobs(jobs: Sequence[Job], *, folder: Path, on_failure: str) -> list[Outc
     Raises:
         SweepFailedError: a job failed.
     """
-    warm_up()
     outcomes: list[Outcome] = []
-    for number, job in enumerate(jobs):
-        if outcomes and outcomes[-1].status != "completed" and on_failure == "stop":
-            outcomes.append(Outcome(job, "skipped", "a job before it failed"))
-        else:
-            print(f"\njob {number + 1}/{len(jobs)}: {' '.join(job.overrides)}", flush=True)
-            outcomes.append(_run_ranks(job) if job.world["launch"] == "local" else _run_apart(job))
-            if outcomes[-1].status == "failed":
-                print(f"job {number + 1}/{len(jobs)} failed: {outcomes[-1].message}", file=sys.stderr, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with unwind_on_signals():
+            for number, job in enumerate(jobs):
+                name = f"job {number + 1}/{len(jobs)}"
+                if outcomes and outcomes[-1].status != "completed" and on_failure == "stop":
+                    outcomes.append(Outcome(job, "skipped", "a job before it failed"))
+                    continue
+                print(f"\n{name}: {' '.join(_overrides(job))}", flush=True)
+                outcomes.append(Outcome(job, "failed", "interrupted"))  # until it has ended otherwise
+                outcomes[-1] = _run(job)
+                if outcomes[-1].status == "failed":
+                    print(f"{name} failed: {outcomes[-1].message}", file=sys.stderr, flush=True)
+                write_json(folder / "jobs.json", [_row(outcome) for outcome in outcomes])
+    finally:
+        outcomes += [Outcome(job, "skipped", "interrupted") for job in jobs[len(outcomes) :]]
         write_json(folder / "jobs.json", [_row(outcome) for outcome in outcomes])
     _show(outcomes, folder)
     broken = [outcome for outcome in outcomes if outcome.status != "completed"]
     if broken:
         raise SweepFailedError(f"{len(broken)} of {len(jobs)} jobs did not complete; see {folder / 'jobs.json'}")
     return outcomes
+
+
+def _run(job: Job) -> Outcome:
+    try:
+        job = with_folder(job)
+    except ConfigError as error:
+        return Outcome(job, "failed", str(error))
+    return _run_ranks(job) if job.world["launch"] == "local" else _run_apart(job)
 
 
 def _run_ranks(job: Job) -> Outcome:
@@ -85,7 +101,7 @@ def _run_apart(job: Job) -> Outcome:
     process.join()
     if "result" in answer:
         return Outcome(job, "completed", result=answer["result"])
-    message = answer.get("message") or f"the process of the job ended with status {process.exitcode}"
+    message = answer.get("message") or f"the process of the job {how_it_ended(process.exitcode)}"
     record = first_failure(job.run_folder)
     log = f"{job.run_folder}/ranks/rank_{record['rank'] if record else 0}.log"
     return Outcome(job, "failed", f"{message}; its log: {log}" if log not in message else message)
@@ -105,29 +121,39 @@ def _job_process(text: str, writer: Any) -> None:
 
 def _row(outcome: Outcome) -> dict[str, Any]:
     return {
-        "overrides": outcome.job.overrides,
+        "overrides": _overrides(outcome.job),
         "run_folder": outcome.job.run_folder,
         "status": outcome.status,
-        "message": outcome.message,
+        "message": without_secrets(outcome.message),
         "metrics": (outcome.result or {}).get("metrics", {}),
     }
 
 
+def _overrides(job: Job) -> list[str]:
+    return without_secrets(job.overrides)
+
+
 def _show(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """A row a job: what it does not share with the others, how it ended, what came out; and what each failure was."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{len(outcomes)} jobs, {folder}", title_justify="left", box=None, pad_edge=False)
     metrics = sorted({n for o in outcomes for n in (o.result or {}).get("metrics", {}) if n.startswith("test/")})
     for heading in ("job", "overrides", "status", *metrics, "run folder"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, no_wrap=True)
+    shared = set.intersection(*(set(o.job.overrides) for o in outcomes)) if len(outcomes) > 1 else set()
     for number, outcome in enumerate(outcomes):
         values = (outcome.result or {}).get("metrics", {})
         table.add_row(
             str(number + 1),
-            " ".join(outcome.job.overrides),
+            " ".join(without_secrets([o for o in outcome.job.overrides if o not in shared])),
             outcome.status,
             *(f"{values[name]:.4g}" if name in values else "" for name in metrics),
-            os.path.relpath(outcome.job.run_folder),
+            os.path.relpath(outcome.job.run_folder) if outcome.status != "skipped" else "",
         )
-    Console(highlight=False, soft_wrap=True).print(table)
+    width = None if sys.stdout.isatty() else 10_000  # a file has no edge
+    Console(highlight=False, soft_wrap=True, width=width).print(table)
+    for number, outcome in enumerate(outcomes):
+        if outcome.status == "failed":
+            print(f"job {number + 1} failed: {outcome.message.strip().splitlines()[-1]}")

@@ -20,9 +20,13 @@ from typing import Any, TextIO
 
 from shardwise.errors import ConfigError
 from shardwise.job import Job
+from shardwise.provenance import without_secrets
 
 GRACE_SECONDS = 5.0
 """Between a signal and the end of a worker that is stuck outside Python."""
+
+PEER_SECONDS = 2.0
+"""How long a rank that has lost another one waits to be ended: the cause is the other's to tell."""
 
 
 def work(text: str) -> dict[str, Any]:
@@ -32,30 +36,51 @@ def work(text: str) -> dict[str, Any]:
 
 
 def obey(job: Job) -> dict[str, Any]:
-    """Run a job in this process, which is one of its ranks, and leave a record if it fails."""
+    """Run a job in this process, which is one of its ranks, and leave a record if it fails.
+
+    Under torchrun nobody else tells the user what went wrong: the first rank to fail does, and SystemExit is raised.
+    """
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(job.run_folder)
-    with rank_log(folder, rank), end_on_signals():
+    with rank_log(folder, rank) as console, end_on_signals():
         try:
             from shardwise.run import run_job
 
             return run_job(job)
-        except BaseException as error:
-            _record_failure(folder, rank, error)
+        except (SystemExit, KeyboardInterrupt):  # ended from outside: no cause of anything
             raise
+        except BaseException as error:
+            if lost_peer(error):
+                time.sleep(PEER_SECONDS)  # whoever supervises the ranks ends this one first
+            first = _record_failure(folder, rank, error)
+            if job.world["launch"] != "torchrun":
+                raise
+            if first:
+                print(_telling(error), file=console, flush=True)
+            raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone: gloo's and NCCL's words for it."""
+    text = str(error)
+    gone = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(words in text for words in gone)
 
 
 def die_with_parent() -> None:
     """End this process as soon as the one that asked for it is gone, whatever ended that one.
 
-    Workers that come from a forkserver are no children of the process that waits for them, so nothing else ends them.
+    Workers that come from a forkserver are no children of the process that waits for them, and torchrun's ranks are not
+    ended with it, so nothing else does.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+    parent, pid = multiprocessing.parent_process(), os.getppid()
 
     def watch() -> None:
-        wait([parent.sentinel])
+        if parent is not None:
+            wait([parent.sentinel])
+        else:
+            while os.getppid() == pid:
+                time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
@@ -63,7 +88,7 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def end_on_signals() -> Iterator[None]:
-    """SIGTERM, and Ctrl-C in a started rank, unwind the stack (so that trackers learn of it) and end a stuck process.
+    """Fatal signals unwind the stack (so that trackers learn of it) and end a process that is stuck.
 
     A process that waits inside a collective runs no Python handler; the wake-up descriptor is written all the same.
     """
@@ -71,13 +96,7 @@ def end_on_signals() -> Iterator[None]:
         yield
         return
 
-    fatal = [signal.SIGTERM] if multiprocessing.parent_process() is None else [signal.SIGTERM, signal.SIGINT]
-
-    def unwind(signum: int, frame: Any) -> None:
-        for one in fatal:
-            signal.signal(one, signal.SIG_IGN)
-        raise SystemExit(128 + signum)
-
+    fatal, main = fatal_signals(), threading.get_ident()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -87,19 +106,47 @@ def end_on_signals() -> Iterator[None]:
             if not signals:
                 return
             if any(one in signals for one in fatal):
+                # Of two signals at once another thread may take both, and the main thread would sleep on.
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pthread_kill(main, signals[0])
                 time.sleep(GRACE_SECONDS)
                 os._exit(128 + signals[0])
 
-    before = {one: signal.signal(one, unwind) for one in fatal}
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="end-on-signals", daemon=True).start()
     try:
-        yield
+        with unwind_on_signals():
+            yield
     finally:
         signal.set_wakeup_fd(before_fd)
+        os.close(writer)
+
+
+def fatal_signals() -> list[signal.Signals]:
+    """Signals that end a run: those that end a program, but for what is ignored (``nohup``, a shell's ``&``)."""
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [one for one in asked if signal.getsignal(one) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def unwind_on_signals() -> Iterator[None]:
+    """The first fatal signal raises SystemExit with a shell's status for it (130 for Ctrl-C); later ones are ignored.
+
+    SystemExit rather than KeyboardInterrupt, because Lightning swallows the latter and ends the process with status 1.
+    """
+    fatal = fatal_signals()
+
+    def unwind(signum: int, frame: Any) -> None:
+        for one in fatal:
+            signal.signal(one, lambda signum, frame: None)  # SIG_IGN makes Python complain of what has just arrived
+        raise SystemExit(128 + signum)
+
+    before = {one: signal.signal(one, unwind) for one in fatal}
+    try:
+        yield
+    finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-        os.close(writer)
 
 
 class _Tee:
@@ -110,11 +157,13 @@ class _Tee:
         self._log = log
 
     def write(self, text: str) -> int:
-        self._log.write(text)
+        with contextlib.suppress(OSError):  # a full disk: the console still hears of it, and the metrics file stops
+            self._log.write(text)
         return self._stream.write(text)
 
     def flush(self) -> None:
-        self._log.flush()
+        with contextlib.suppress(OSError):
+            self._log.flush()
         self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -122,23 +171,27 @@ class _Tee:
 
 
 @contextlib.contextmanager
-def rank_log(folder: Path, rank: int) -> Iterator[None]:
-    """Everything that a rank prints goes to ``ranks/rank_<k>.log``; rank 0 also keeps its console."""
+def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
+    """Everything that a rank prints goes to ``ranks/rank_<k>.log``; rank 0 also keeps its console.
+
+    What is yielded is the error stream of the console, for the rank that has to say why all of them end.
+    """
     path = folder / "ranks" / f"rank_{rank}.log"
     with path.open("a", encoding="utf-8", buffering=1) as log:
         if rank:
             # The descriptors, so that libraries and child processes follow.
             sys.stdout.flush()
             sys.stderr.flush()
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            yield
+            with os.fdopen(os.dup(2), "w", encoding="utf-8") as console:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                yield console
             return
         out, err = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)  # type: ignore[assignment]
         _reopen_handlers(err, sys.stderr)
         try:
-            yield
+            yield err
         finally:
             _reopen_handlers(sys.stderr, err)
             sys.stdout, sys.stderr = out, err
@@ -152,20 +205,35 @@ def _reopen_handlers(old: Any, new: Any) -> None:
                 handler.stream = new
 
 
-def _record_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """What went wrong on this rank and when, for whoever started it; the earliest of all ranks is the cause."""
-    if isinstance(error, SystemExit):  # ended from outside: no cause of anything
-        return
+def _record_failure(folder: Path, rank: int, error: BaseException) -> bool:
+    """What went wrong on this rank and when, for whoever started it; whether it is the first of all ranks.
+
+    The earliest record is the cause.
+    """
     record = {
         "rank": rank,
         "time": time.time(),
         "config_error": isinstance(error, ConfigError),
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "lost_peer": lost_peer(error),
+        "message": without_secrets(str(error)),
+        "traceback": without_secrets("".join(traceback.format_exception(error))),
     }
     print(record["traceback"], file=sys.stderr if rank else _log_only(), flush=True)
     with contextlib.suppress(OSError):
         (folder / "ranks" / f"failure_{rank}.json").write_text(json.dumps(record), encoding="utf-8")
+    try:
+        os.close(os.open(folder / "ranks" / "failed", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _telling(error: BaseException) -> str:
+    if isinstance(error, ConfigError) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
+        return f"error: {error}"
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _log_only() -> TextIO:
@@ -173,9 +241,9 @@ def _log_only() -> TextIO:
 
 
 def first_failure(run_folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The earliest record of a failure in a run's folder."""
+    """The earliest record of a failure in a run's folder; one that only tells of a lost peer comes last."""
     records = []
     for path in Path(run_folder).glob("ranks/failure_*.json"):
         with contextlib.suppress(OSError, ValueError):
             records.append(json.loads(path.read_text(encoding="utf-8")))
-    return min(records, key=lambda record: record["time"], default=None)
+    return min(records, key=lambda record: (record["lost_peer"], record["time"]), default=None)

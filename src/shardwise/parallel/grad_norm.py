@@ -37,7 +37,7 @@ def total_norm(by_groups: dict[tuple, list[Tensor]]) -> Tensor:
     """The 2-norm over all gradients as one vector: a 0-dim tensor in float32 or wider, the same on every rank."""
     squares = []
     for groups, gradients in by_groups.items():
-        dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         filled = [gradient for gradient in gradients if gradient.numel()]
         if filled:
             square = torch.stack(torch._foreach_norm(filled, 2, dtype=dtype)).square().sum()
@@ -56,10 +56,19 @@ def clip_by_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """
     by_groups = local_gradients(parameters)
     norm = total_norm(by_groups)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradients in by_groups.values():
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    _scale_(by_groups, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def scale_gradients_(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients in place by ``factor``, a 0-dim tensor."""
+    _scale_(local_gradients(parameters), factor)
+
+
+def _scale_(by_groups: dict[tuple, list[Tensor]], factor: Tensor) -> None:
+    for gradients in by_groups.values():
+        # Formats differ only where the model mixes them; a product takes the format of the gradient.
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 def clip_by_value_(parameters: Iterable[Tensor], limit: float) -> None:

@@ -1,15 +1,17 @@
 """Initial weights that do not depend on the layout.
 
-A model that defines ``init_parameter(name, tensor, generator)`` has each parameter drawn whole from a generator of its
-own, seeded by (seed, name), on the CPU; a rank keeps its part. So one device and every sharded layout start from the
-same bits, one full parameter is in memory at a time, and no collective is needed. Any other model has been constructed
-on the CPU of every rank under the same seed, and is moved or sharded as it is.
+A model that defines ``init_parameter(name, tensor, generator)`` may be constructed on the meta device. Each of its
+parameters is then drawn whole from a generator of its own, seeded by (seed, name), on the CPU, and a rank keeps its
+part: one device and every sharded layout start from the same bits, one full parameter is in memory at a time, and no
+collective is needed. A model that has values already (constructed on the CPU, or loaded) keeps them: those of the first
+rank, whatever the others have drawn.
 """
 
 import hashlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -23,29 +25,47 @@ def stable_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def self_initialising(root: nn.Module) -> Iterator[nn.Module]:
-    """The outermost submodules of ``root`` that define ``init_parameter``."""
+def self_initialising(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules: the outermost submodules of ``root`` that define ``init_parameter``."""
     inside: set[nn.Module] = set()
-    for module in root.modules():
+    for name, module in root.named_modules():
         if module not in inside and hasattr(module, "init_parameter"):
             inside.update(module.modules())
-            yield module
+            yield name, module
+
+
+def share_values(root: nn.Module, *, device: torch.device) -> None:
+    """Give every rank the first rank's values of all parameters and buffers that have any; a collective.
+
+    Args:
+        root: not yet sharded; the same module on every rank.
+        device: where the default process group communicates; one tensor at a time is copied there.
+    """
+    for tensor in [*root.parameters(), *root.buffers()]:
+        if not tensor.is_meta:
+            shared = tensor.detach().to(device).contiguous()
+            dist.broadcast(shared, src=0)
+            tensor.detach().copy_(shared)
 
 
 def materialise(root: nn.Module, *, seed: int, device: torch.device) -> None:
-    """Give every parameter and buffer of ``root`` memory on ``device`` and its initial value, sharded or not.
+    """Move ``root`` to ``device``, sharded or not, and give what is on the meta device memory and its initial values.
 
     Raises:
         ConfigError: a parameter is on the meta device and no module defines how it starts.
     """
-    for owner in self_initialising(root):
-        on_meta = any(tensor.is_meta for tensor in [*owner.parameters(), *owner.buffers()])
-        owner.to_empty(device=device) if on_meta else owner.to(device)
-        if on_meta and any(True for _ in owner.buffers()):
-            owner.init_buffers()
+    owners = list(self_initialising(root))
+    for path, owner in owners:
+        if not any(tensor.is_meta for tensor in [*owner.parameters(), *owner.buffers()]):
+            continue
+        owner.to_empty(device=device)
+        if any(True for _ in owner.buffers()):
+            owner.init_buffers()  # type: ignore[operator]
+        # Two models side by side must not start as twins; a single one is drawn alike wherever it stands.
+        prefix = f"{path}." if len(owners) > 1 else ""
         with torch.no_grad():
             for name, parameter in owner.named_parameters():
-                _draw(owner, name, parameter, seed)
+                _draw(owner, name, parameter, torch.Generator().manual_seed(stable_seed(seed, prefix + name)))
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if tensor.is_meta:
             raise ConfigError(
@@ -55,11 +75,11 @@ def materialise(root: nn.Module, *, seed: int, device: torch.device) -> None:
     root.to(device)
 
 
-def _draw(owner: nn.Module, name: str, parameter: Tensor, seed: int) -> None:
+def _draw(owner: nn.Module, name: str, parameter: Tensor, generator: torch.Generator) -> None:
     # Formats below float32 are rounded from a float32 draw, so that bf16-true starts next to 32-true.
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     full = torch.empty(parameter.shape, dtype=dtype)
-    owner.init_parameter(name, full, torch.Generator().manual_seed(stable_seed(seed, name)))
+    owner.init_parameter(name, full, generator)  # type: ignore[operator]
     if isinstance(parameter, DTensor):
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements

@@ -1,8 +1,10 @@
-"""The device mesh of a run, and the agreement of all ranks on what they are part of."""
+"""The device mesh of a run, its limits of time, and the agreement of all ranks on what they are part of."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.parallel.dims import ParallelDims
@@ -17,6 +19,17 @@ def build_mesh(dims: ParallelDims, *, device_type: str) -> DeviceMesh:
     """
     shape = {axis: degree for axis, degree in dims.shape.items() if degree > 1}
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def limit_collectives(mesh: DeviceMesh, timeout: timedelta) -> None:
+    """Let collectives of the default process group and of every axis of ``mesh`` fail after ``timeout``.
+
+    The groups of a mesh do not inherit the default group's limit: they start with the backend's own.
+    """
+    # torch before 2.14 has it under its old name only.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    for group in {dist.group.WORLD, *mesh.get_all_groups()}:
+        set_timeout(timeout, group)
 
 
 def check_agreement(facts: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ per optimizer step. The loss of the step is the mean over the global batch: each
 counts (samples, or targets that are not ignored) over what all ranks count.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,19 +20,10 @@ from lightning_fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import ParallelStrategy
-from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -39,11 +31,20 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.dims import ParallelDims
-from shardwise.parallel.fsdp import shard_module
-from shardwise.parallel.initialise import materialise, stable_seed
-from shardwise.parallel.mesh import build_mesh, check_agreement
+from shardwise.parallel.fsdp import reshard, shard_module
+from shardwise.parallel.grad_norm import scale_gradients_
+from shardwise.parallel.initialise import materialise, share_values, stable_seed
+from shardwise.parallel.mesh import build_mesh, check_agreement, limit_collectives
+from shardwise.parallel.state import (
+    load_sharded_optimizer_state,
+    load_whole_model_state,
+    named_optimizer_state,
+    whole_model_state,
+)
 from shardwise.strategies.micro_batches import batch_samples, split_batch
-from shardwise.strategies.precision import MIXED, mesh_precision
+from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
+from shardwise.strategies.spawn import Spawn
+from shardwise.strategies.step import Step
 
 
 class MeshStrategy(ParallelStrategy):
@@ -97,8 +98,8 @@ class MeshStrategy(ParallelStrategy):
         self._collective_timeout = timedelta(seconds=collective_timeout)
         self._facts = dict(facts or {})
         self._num_nodes = 1
-        self._ready: LightningModule | None = None
-        self._step: _Step | None = None
+        self._step: Step | None = None
+        self._counts_late = False
         self._starting = True
         self.mesh: DeviceMesh | None = None
         self.dims = ParallelDims()
@@ -168,14 +169,14 @@ class MeshStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         # What logs on rank zero only has to know its rank before any group exists.
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
         if self.num_processes * self.num_nodes > 1 and not environment.creates_processes_externally:
             # Lightning's subprocess launcher would type the command line again in every rank.
-            self._launcher = _Spawn(self, start_method="spawn")
+            self._launcher = Spawn(self, start_method="spawn")
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -203,39 +204,62 @@ class MeshStrategy(ParallelStrategy):
             }
         )
         self.mesh = build_mesh(self.dims, device_type=self.root_device.type)
+        limit_collectives(self.mesh, self._start_timeout)
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.precision_plugin = mesh_precision(
-            self._precision_name or "32-true", device_type=self.root_device.type, sharded=self.sharded
-        )
+        self._set_up_precision()
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             _check_contract(module, trainer)
-        if self._ready is not module:
-            self._parallelise(module)
-            self._ready = module
+        self._parallelise(module)
         if fitting:
             if self.dims.dp_replicate > 1 and not self.sharded:
                 self.model = self._wrap_ddp(module)
+            self._counts_late = False
+            self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             # Initial weights are drawn from generators of their own; from here on each share of the data has its noise.
             torch.manual_seed(stable_seed(self.seed, "noise", self.dp_rank))
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        if self.sharded:
-            # Buffers gathered under inference_mode could not be used in training again.
-            for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-                loop.inference_mode = False
-            trainer.predict_loop.inference_mode = False
+        # Buffers that FSDP gathers, and metrics that are reset, under inference_mode could not be used in training again.
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop.inference_mode = False
+        trainer.predict_loop.inference_mode = False
+
+    def _set_up_precision(self) -> None:
+        # The next call of the trainer keeps the plugin, whose scaler has learned something.
+        plugin = self._precision_plugin
+        if not isinstance(plugin, MeshClipping):
+            self.precision_plugin = mesh_precision(
+                self._precision_name or "32-true",
+                device_type=self.root_device.type,
+                sharded=self.sharded,
+                scaler=getattr(plugin, "scaler", None),
+            )
 
     def _parallelise(self, module: LightningModule) -> None:
-        """Formats, sharding, then memory and initial values: nothing is held whole that is kept in parts."""
+        """Formats, sharding, then memory and initial values: nothing is held whole that is kept in parts.
+
+        A module that comes a second time keeps its values and its sharding.
+        """
+        layout = f"{self.dims} in {self._precision_name}"
+        if isinstance(module, FSDPModule):
+            before = getattr(module, "_layout", "a mesh of its own")
+            if before != layout:
+                raise ConfigError(
+                    f"{type(module).__name__} is sharded over {before}, and cannot become {layout}: construct it anew "
+                    f"and load a checkpoint"
+                )
+            return
         self.precision_plugin.convert_module(module)
+        if self.dp_size > 1:
+            share_values(module, device=self.root_device)
         if self.sharded:
             assert self.mesh is not None
             shard_module(
@@ -244,18 +268,23 @@ class MeshStrategy(ParallelStrategy):
                 compute_dtype=MIXED.get(self._precision_name or ""),
                 reshard_after_forward=self._reshard_after_forward,
             )
+            module._layout = layout  # type: ignore[assignment]
         materialise(module, seed=self.seed, device=self.root_device)
 
     def _wrap_ddp(self, module: LightningModule) -> DistributedDataParallel:
         on_gpu = self.root_device.type == "cuda"
+        # torch 2.14 renamed it.
+        new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        # Only running statistics change during training; tables such as rotary positions never do.
+        running = any(isinstance(layer, _BatchNorm) for layer in module.modules())
+        options: dict[str, Any] = {"forward_sync_buffers" if new_name else "broadcast_buffers": running}
         return DistributedDataParallel(
             module,
             device_ids=[self.root_device.index] if on_gpu else None,
             process_group=self.dp_group,
-            # Only running statistics change during training; tables such as rotary positions never do.
-            broadcast_buffers=any(isinstance(layer, _BatchNorm) for layer in module.modules()),
             find_unused_parameters=self._find_unused_parameters,
             gradient_as_bucket_view=True,
+            **options,
         )
 
     def model_to_device(self) -> None:
@@ -264,26 +293,49 @@ class MeshStrategy(ParallelStrategy):
     # ---- one optimizer step ---------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *args: Any) -> Tensor:
-        """Cut the batch, start counting over the ranks, and run the first micro-batch; ``backward`` does the rest."""
-        module = self.lightning_module
-        assert module is not None
-        self._step = step = _Step(split_batch(batch, self.accumulate), args, getattr(module, "count_targets", None))
-        step.start_count(self.dp_group, self.root_device)
-        return self._forward(step, 0)
+        """Cut the batch, start counting over the ranks, and run the first micro-batch; ``backward`` does the rest.
 
-    def _forward(self, step: "_Step", index: int) -> Tensor:
-        """Mean loss of micro-batch ``index`` on this rank."""
-        self._sync_gradients(index == len(step.batches) - 1 or not self._defer_gradient_sync)
+        Returns:
+            Mean loss of the first micro-batch on this rank.
+        """
+        count_targets = getattr(self.lightning_module, "count_targets", None)
+        batches = split_batch(batch, self.accumulate)
+        counts = None if self._counts_late else self._count(batches, count_targets)
+        self._step = step = Step(
+            batches,
+            args,
+            counts=counts,
+            assumed=count_targets is None,
+            group=self.dp_group,
+            device=self.root_device,
+        )
+        loss = self._forward(step, 0)
+        self._counts_late = step.late
+        return loss
+
+    def _count(self, batches: list[Any], count_targets: Callable[[Any], Any] | None) -> list[Any]:
+        if count_targets is not None:
+            return [count_targets(batch) for batch in batches]
+        if self.dp_size == 1 and len(batches) == 1:
+            return [1]  # with nothing to weigh it against, any type of batch will do
+        return [batch_samples(batch) for batch in batches]
+
+    def _forward(self, step: Step, index: int) -> Tensor:
+        last = index == len(step.batches) - 1
+        self._sync_gradients(last or not self._defer_gradient_sync, last=last)
         with self.precision_plugin.train_step_context():
             output = self._run("training_step", step.batches[index], *step.args)
-        return step.take(index, output, self.dp_group, self.root_device)
+        return step.take(index, output)
 
-    def _sync_gradients(self, wanted: bool) -> None:
+    def _sync_gradients(self, wanted: bool, *, last: bool) -> None:
         """Whether the coming forward and backward pass communicates gradients."""
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.require_backward_grad_sync = wanted
-        elif isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(wanted)
+        model = self.model
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = wanted
+        elif isinstance(model, FSDPModule) and self.accumulate > 1:  # it walks through all modules
+            model.set_requires_gradient_sync(wanted)
+            # What is already in parts need not be added up over replicas before the end.
+            model.set_requires_all_reduce(last)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward pass of the first micro-batch, then forward and backward of the others."""
@@ -291,34 +343,25 @@ class MeshStrategy(ParallelStrategy):
         assert step is not None
         assert module is not None
         plugin = self.precision_plugin
-        step.finish_count()
-        weighted = plugin.pre_backward(closure_loss * step.weight(0, self.dp_size), module)
+        weighted = plugin.pre_backward(step.weigh(0, closure_loss), module)
         plugin.backward(weighted, module, optimizer, *args, **kwargs)
         for index in range(1, len(step.batches)):
+            # The module may log from its training_step.
             hook, module._current_fx_name = module._current_fx_name, "training_step"
             loss = self._forward(step, index)
             module._current_fx_name = hook
-            weighted = plugin.scale_loss(loss * step.weight(index, self.dp_size))
+            weighted = plugin.scale_loss(step.weigh(index, loss))
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
-        correction = step.correction(self.dp_group)
+        correction = step.correction()
         if correction is not None:
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
-            torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients], correction)
+            scale_gradients_(module.parameters(), correction)
         step.batches = []
         return plugin.post_backward(weighted, module)
 
     def global_loss(self) -> Tensor:
-        """Mean loss of the last step over its global batch: 0-dim, float32 or wider. A collective."""
+        """Mean loss of the last step over its global batch: 0-dim, float64. A collective."""
         assert self._step is not None
-        total = self._step.loss_sum.clone()
-        if self.dp_group is not None:
-            dist.all_reduce(total, group=self.dp_group)
-        return total / self._step.total.clamp(min=1)
-
-    def count(self) -> Tensor:
-        """Samples or targets of the last step over all ranks: 0-dim."""
-        assert self._step is not None
-        return self._step.total
+        return self._step.global_loss()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -326,8 +369,7 @@ class MeshStrategy(ParallelStrategy):
             # From the limit for starting to the limit for a collective in training.
             self._starting = False
             if self.mesh is not None:
-                for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
-                    _set_pg_timeout(self._collective_timeout, group)
+                limit_collectives(self.mesh, self._collective_timeout)
         return result
 
     # ---- evaluation -----------------------------------------------------------------------------------------------
@@ -354,10 +396,8 @@ class MeshStrategy(ParallelStrategy):
             return self._run("predict_step", *args, **kwargs)
 
     def _reshard(self) -> None:
-        # A forward pass without a backward pass leaves the root gathered, and its parameters plain tensors.
-        for module in self.model.modules() if self.model is not None else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        if self.lightning_module is not None:
+            reshard(self.lightning_module)
 
     on_validation_end = on_test_end = on_predict_end = _reshard
 
@@ -381,7 +421,7 @@ class MeshStrategy(ParallelStrategy):
         return holder[0]
 
     @contextmanager
-    def block_backward_sync(self):  # type: ignore[no-untyped-def]
+    def block_backward_sync(self) -> Iterator[None]:
         """Gradients are accumulated inside the strategy; Lightning has nothing to block."""
         yield
 
@@ -397,27 +437,31 @@ class MeshStrategy(ParallelStrategy):
         if precision_plugin is not None:
             self._precision_name = str(precision_plugin.precision)
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: only then do parameters have memory, and none is drawn any more."""
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Without running code out of the file, unless ``weights_only=False`` is typed."""
+        return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model on rank 0's CPU; empty elsewhere. A collective where parameters are sharded."""
+        """The whole model; where parameters are sharded, on rank 0's CPU, empty elsewhere, and a collective."""
         assert self.lightning_module is not None
-        if not self.sharded:
-            return self.lightning_module.state_dict()
-        return get_model_state_dict(self.lightning_module, options=_WHOLE)
+        return whole_model_state(self.lightning_module) if self.sharded else self.lightning_module.state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        if not self.sharded:
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-            return
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self.lightning_module, dict(checkpoint["state_dict"]), options=options)
+        if self.sharded:
+            load_whole_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
         assert self.lightning_module is not None
-        if not self.sharded:
-            return optimizer.state_dict()
-        return get_optimizer_state_dict(self.lightning_module, optimizer, options=_WHOLE)
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return named_optimizer_state(self.lightning_module, optimizer, sharded=self.sharded)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
@@ -425,8 +469,12 @@ class MeshStrategy(ParallelStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(self.lightning_module, optimizer, state, options=options)
+            load_sharded_optimizer_state(self.lightning_module, optimizer, state)
+
+    def on_exception(self, exception: BaseException) -> None:
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            fix = "a parameter has no part in the loss: strategy.find_unused_parameters=true, or freeze it"
+            exception.args = (f"{fix}\n{exception}",)
 
     def teardown(self) -> None:
         if not self.sharded:
@@ -439,85 +487,6 @@ class MeshStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-class _Spawn(_MultiProcessingLauncher):
-    """Lightning's spawn, which brings rank 0's weights back to the caller: here the whole ones, not a rank's part."""
-
-    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        whole = trainer.strategy.lightning_module_state_dict()
-        trainer.lightning_module.state_dict = lambda: whole  # type: ignore[method-assign,assignment]
-        return super()._collect_rank_zero_results(trainer, results)
-
-
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-class _Step:
-    """What is known of one optimizer step on this rank: its micro-batches, what they count, and their losses."""
-
-    def __init__(self, batches: list[Any], args: tuple, count_targets: Callable[[Any], Any] | None) -> None:
-        self.batches = batches
-        self.args = args
-        self.loss_sum = torch.zeros(())
-        self._exact = count_targets is not None
-        self._late = False
-        counts = [count_targets(batch) if count_targets else batch_samples(batch) for batch in batches]
-        self._counts: list[Any] = counts
-        self._work: Any = None
-
-    def start_count(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Start adding up the counts of all ranks, beside the first forward pass."""
-        self.total = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=device) for c in self._counts]).sum()
-        if group is not None:
-            self._work = dist.all_reduce(self.total, group=group, async_op=True)
-
-    def finish_count(self) -> None:
-        """Wait for the sum over all ranks."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-    def take(self, index: int, output: Any, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
-        """The mean loss out of what ``training_step`` returned: a mean, a mapping with ``loss``, or (sum, count)."""
-        if isinstance(output, tuple) and len(output) == 2:
-            loss_sum, count = output
-            if not self._exact:
-                self._take_unannounced(index, count, group, device)
-            loss = loss_sum / torch.as_tensor(self._counts[index], device=loss_sum.device).clamp(min=1)
-        else:
-            loss = output["loss"] if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"training_step returned {type(output).__name__}: a mean loss (0-dim tensor), a mapping with 'loss', "
-                f"or (sum, count) is needed"
-            )
-        wide = loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
-        self.loss_sum = self.loss_sum.to(wide) + wide * self._counts[index]
-        return loss
-
-    def _take_unannounced(self, index: int, count: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        # The module says only now what it counts: until the step ends, the others are taken to count the same.
-        self._late = True
-        self._counts[index] = count
-        if index == 0:
-            self.finish_count()
-            self._counts = [count] * len(self.batches)
-            self.start_count(group, device)
-
-    def weight(self, index: int, dp_size: int) -> Any:
-        """Factor of micro-batch ``index``: its count over all counts, times the ranks that average gradients."""
-        count = torch.as_tensor(self._counts[index], device=self.total.device)
-        return count.clamp(min=1) * dp_size / self.total.clamp(min=1)
-
-    def correction(self, group: dist.ProcessGroup | None) -> Tensor | None:
-        """Factor for the gradients where counts came late and differed from what the first micro-batch announced."""
-        if not self._late or len(self._counts) == 1:
-            return None
-        announced = self.total
-        self.start_count(group, announced.device)
-        self.finish_count()
-        return announced / self.total
 
 
 def _check_contract(module: LightningModule, trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.grad_norm import clip_by_norm_, clip_by_value_
@@ -15,7 +15,7 @@ MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Mixed precisions -> format of the computation."""
 
 
-class _MeshClipping:
+class MeshClipping:
     """Mixin: clips gradients whatever they are sharded over, and keeps their norm."""
 
     grad_norm: Tensor | None = None
@@ -33,38 +33,59 @@ class _MeshClipping:
         return loss if scaler is None else scaler.scale(loss)
 
 
-class _Single(_MeshClipping, Precision):
+class MeshSinglePrecision(MeshClipping, Precision):
+    """float32 throughout."""
+
     precision = "32-true"
 
 
-class _Half(_MeshClipping, HalfPrecision):
-    pass
+class MeshHalfPrecision(MeshClipping, HalfPrecision):
+    """bfloat16 throughout, except for the sums of metrics."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        # torchmetrics protects its sums from this, but not from the to(dtype=...) of the base class.
+        return module.bfloat16()
 
 
-class _Double(_MeshClipping, DoublePrecision):
-    pass
+class MeshDoublePrecision(MeshClipping, DoublePrecision):
+    """float64 throughout."""
 
 
-class _Mixed(_MeshClipping, MixedPrecision):
-    pass
+class MeshMixedPrecision(MeshClipping, MixedPrecision):
+    """float32 parameters, computation in a lower format; one class for all layouts, for its name is in checkpoints.
 
+    Args:
+        name: a key of ``MIXED``.
+        device_type: ``cpu`` or ``cuda``.
+        autocast: False where FSDP's policy casts parameters and inputs: autocast would cast a second time.
+        scaler: of the loss, for 16-mixed; None for a new one.
+    """
 
-class _ShardedMixed(_Mixed):
-    """Mixed precision in which FSDP's policy casts parameters and inputs: autocast would cast a second time."""
+    def __init__(self, name: Any, device_type: str, *, autocast: bool, scaler: Any = None) -> None:
+        super().__init__(name, device_type, scaler)
+        self._autocast = autocast
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        yield
+        if not self._autocast:
+            yield
+            return
+        with self.autocast_context_manager():
+            yield
 
 
-def mesh_precision(name: str, *, device_type: str, sharded: bool) -> Any:
-    """The precision plugin for ``name``, one of Lightning's names."""
+def mesh_precision(name: str, *, device_type: str, sharded: bool, scaler: Any = None) -> Any:
+    """The precision plugin for ``name``, one of Lightning's names.
+
+    Raises:
+        ConfigError: a precision that is not supported.
+    """
     if name in ("64-true", "64"):
-        return _Double()
-    if name in ("bf16-true", "16-true"):
-        return _Half(name)
+        return MeshDoublePrecision()
+    if name == "bf16-true":
+        return MeshHalfPrecision("bf16-true")
     if name in MIXED:
-        return (_ShardedMixed if sharded else _Mixed)(name, device_type)
+        return MeshMixedPrecision(name, device_type, autocast=not sharded, scaler=scaler)
     if name not in ("32-true", "32"):
         raise ConfigError(f"precision={name!r} is not supported: 32-true, bf16-mixed, bf16-true, 16-mixed or 64-true")
-    return _Single()
+    return MeshSinglePrecision()

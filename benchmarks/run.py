@@ -1,0 +1,69 @@
+"""Measure everything that the README's table claims, and write ``RESULTS.md``: `make bench`.
+
+python benchmarks/run.py [--rounds 9] [--only startup|tax]
+"""
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+
+
+def _spread(ratios: tuple[float, float, float]) -> str:
+    return f"{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f})"
+
+
+def main() -> int:
+    """Measure, print, write."""
+    import framework_tax
+    import startup
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, help="times that every arm is run")
+    parser.add_argument("--only", choices=("startup", "tax"), help="one of the two")
+    options = parser.parse_args()
+    packages = ("torch", "pytorch-lightning", "hydra-core", "wandb")
+    lines = [
+        "# Measured results",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in packages)
+        + ".",
+        f"Every figure is a ratio within one round: the median of {options.rounds} rounds (smallest to largest).",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        if options.only != "tax":
+            lines += [
+                "",
+                "## Start",
+                "",
+                "| from the command to | seconds | over importing torch and Lightning |",
+                "|---|---|---|",
+            ]
+            for row in startup.measure(options.rounds, folder):
+                lines.append(f"| {row['command']} | {row['seconds']:.2f} | {_spread(row['ratio'])} |")
+        if options.only != "startup":
+            lines += ["", "## Framework tax", "", "Time per optimizer step over a hand-written PyTorch loop.", ""]
+            lines += ["| processes | step | by hand, ms | shardwise | stock Lightning |", "|---|---|---|---|---|"]
+            for row in framework_tax.measure(options.rounds, folder):
+                lines.append(
+                    f"| {row['processes']} | {row['size']} | {row['hand ms']:.1f} | {_spread(row['shardwise'])} "
+                    f"| {_spread(row['stock Lightning'])} |"
+                )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.only is None:
+        (HERE / "RESULTS.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

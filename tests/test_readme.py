@@ -1,0 +1,87 @@
+"""The README's commands, as they stand there, run; only the trainings are made shorter."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHORTER = [
+    "trainer.max_epochs=null",
+    "trainer.max_steps=2",
+    "schedule.warmup_steps=0",
+    "logger=none",
+    "trainer.limit_test_batches=1",
+]
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language, in order."""
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Every command line of the bash blocks, without its comment."""
+    lines = [line.split("  #")[0].split("   #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def words(line: str) -> list[str]:
+    """A command's arguments, with this checkout's Python, torchrun and train.py."""
+    bin_folder = Path(sys.executable).parent
+    names = {"python": sys.executable, "torchrun": str(bin_folder / "torchrun"), "train.py": str(ROOT / "train.py")}
+    return [names.get(word, word) for word in shlex.split(line)]
+
+
+def run(line: str, folder: Path, *more: str) -> subprocess.CompletedProcess:
+    """Run a command in ``folder``."""
+    return subprocess.run([*words(line), *more], cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where all commands are typed, with the README's own package in it."""
+    place = tmp_path_factory.mktemp("readme")
+    example = blocks("python")[0]
+    (place / "spirals.py").write_text(example, encoding="utf-8")
+    return place
+
+
+def test_the_two_commands_come_first_and_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [line.split()[1] for line in commands()[:2]] == ["train", "test"]
+    for target in ("train", "test"):
+        assert f"\n{target}:" in makefile
+
+
+@pytest.mark.slow
+def test_every_command_runs(folder: Path) -> None:
+    ran = 0
+    for line in commands():
+        if line.startswith(("make ", "source ")) or "rerun=" in line:
+            continue
+        result = run(line, folder, *([] if "--help" in line else SHORTER))
+        assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
+        ran += 1
+    assert ran >= 7
+    again = next(line for line in commands() if "rerun=" in line)
+    runs = sorted((folder / "outputs" / "digits").iterdir(), key=lambda path: path.stat().st_mtime)
+    result = run(re.sub(r"outputs/digits/<run id>", str(runs[0]), again), folder)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_figures_are_those_that_were_measured() -> None:
+    measured = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    rows = [line for line in README.split("## Figures")[1].split("## Limits")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) > 6
+    for row in rows[1:]:
+        assert row in measured, row
+
+
+def test_it_stands_on_two_screens() -> None:
+    assert len(README.splitlines()) <= 150
