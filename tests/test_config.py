@@ -73,7 +73,7 @@ def test_a_misspelt_group_or_choice_names_the_nearest(group: str) -> None:
         ("model=null", "model=null: model takes the name of one of its files; did you mean 'none'?"),
         ("model=[mlp,1]", "model=[mlp,1]: model takes the name of one of its files"),
         ("model=", "model=: no such choice (model=convnet|"),
-        ("nodes.count=2", "nodes.count: nodes is a group without keys of its own: type nodes=16x8|1x2|"),
+        ("nodes.count=2", "nodes is a group without keys of its own: type nodes=16x8|1x2|"),
         ("+trainer.max_steps=5", "+trainer.max_steps: the key exists already: leave the + out"),
         ("~trainer.max_steps", "~trainer.max_steps: "),
         ("hydra.verbos=true", "hydra.verbos: Hydra has no such setting"),
@@ -138,7 +138,7 @@ def test_every_argument_of_the_installed_lightning_is_typed_or_owned_elsewhere()
 def test_what_is_saved_can_be_read_again() -> None:
     config = compose(["strategy=hsdp", "trainer.limit_val_batches=0.5", "extra.x=1", "optimizer.betas=[0.8,0.9]"])
     assert from_plain(to_plain(config)) == config
-    with pytest.raises(ConfigError, match="batch=3: a mapping is needed here, such as batch.global_size="):
+    with pytest.raises(ConfigError, match=r"^batch=3: a mapping is needed here"):
         from_plain({"batch": 3})
 
 

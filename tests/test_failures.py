@@ -125,9 +125,7 @@ CASES = [
     ("computing", signal.SIGTERM, False, 143),
     ("two", signal.SIGKILL, False, -9),
     ("torchrun", signal.SIGKILL, False, -9),
-    ("torchrun", signal.SIGINT, True, 1),  # torchrun's own status
     ("sweep", signal.SIGINT, True, 130),
-    ("sweep", signal.SIGKILL, False, -9),
 ]
 REST = [
     (kind, signum, group, -9 if signum == 9 else 1 if kind == "torchrun" else 128 + signum)
@@ -172,4 +170,100 @@ def test_no_process_outlives_a_signal_to_the_parent(tmp_path, faulty, kind, sign
     if kind == "sweep" and signum != signal.SIGKILL:
         (ledger,) = root.rglob("jobs.json")
         rows = json.loads(ledger.read_text())
-        assert [(row["status"], row["message"]) for row in rows] == [("failed", "interrupted"), ("skipped", "interrupted")]
+        assert [(row["status"], row["message"]) for row in rows] == [
+            ("failed", "interrupted"),
+            ("skipped", "interrupted"),
+        ]
+
+
+def finished(tmp_path: Path, *command: str | Path) -> tuple[int, str, str, float]:
+    """(exit status, stdout, stderr, seconds from the planted failure to the end) of a command that ends by itself."""
+    process = start(tmp_path, *command, f"output_root={tmp_path / 'outputs'}")
+    try:
+        process.wait(90)
+        ended = time.time()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    since = ended - float((tmp_path / "failed_at").read_text())
+    return process.returncode, (tmp_path / "out").read_text(), (tmp_path / "err").read_text(), since
+
+
+def exit_codes(root: Path) -> list[int]:
+    """The exit code of every offline W&B run below a folder, in the order of the run folders."""
+    from test_tracking import records
+
+    found = []
+    for folder in sorted(root.rglob("offline-run-*")):
+        found += [record.exit.exit_code for record in records(folder) if record.WhichOneof("record_type") == "exit"]
+    return found
+
+
+def test_the_first_failing_rank_is_what_the_user_sees(tmp_path, faulty):
+    """Rank 1 raises while rank 0 waits for it in a collective."""
+    what = "+callbacks.fault.what=raise@1"
+    status, out, errors, since = finished(tmp_path, *TRAIN, *TINY, FAULT, what, "trainer.devices=2")
+    assert status == 1, errors
+    assert since < GONE_SECONDS
+    assert wait_until(lambda: not alive(faulty), seconds=5), alive(faulty)
+    lines = errors.strip().splitlines()
+    assert errors.count("Traceback") == 1
+    assert any(line.endswith("RuntimeError: planted on rank 1") for line in lines[-3:])
+    assert lines[-1].startswith("rank 1 failed first; its log: ")
+    log = Path(lines[-1].rpartition("its log: ")[2])
+    assert "planted on rank 1" in log.read_text()
+    assert "planted" not in out
+    assert result_of(tmp_path / "outputs")["status"] == "failed"
+    assert exit_codes(tmp_path / "outputs") == [1]
+
+
+def test_under_torchrun_the_failing_rank_tells_it_once(tmp_path, faulty):
+    command = [TORCHRUN, "--nproc-per-node=2", ROOT / "train.py", *TINY, FAULT, "logger=none"]
+    status, _, errors, _ = finished(tmp_path, *command, "+callbacks.fault.what=raise@1")
+    assert status == 1
+    assert errors.count("RuntimeError: planted on rank 1") == 1
+    assert "Connection closed" not in errors
+    assert wait_until(lambda: not alive(faulty), seconds=5), alive(faulty)
+    assert result_of(tmp_path / "outputs")["status"] == "failed"
+
+
+def test_a_mistake_that_only_a_worker_finds_is_one_line(tmp_path, faulty):
+    what = "+callbacks.fault.what=config@1"
+    status, _, errors, _ = finished(tmp_path, *TRAIN, *TINY, FAULT, what, "trainer.devices=2", "logger=none")
+    assert status == 2
+    assert errors.strip().splitlines()[-1] == "error: model.width=8 is planted: type model.width=9"
+    assert "Traceback" not in errors
+
+
+def test_every_kind_of_failure_is_told_at_once_and_again_at_the_end(tmp_path, faulty):
+    """A sweep whose jobs fail in all ways but the last, which goes on to the end; W&B learns of each."""
+    kinds = ["raise@0", "kill@1", "leave@1", "config@0", "none@0"]
+    command = [*TRAIN, "-m", *TINY, FAULT, f"+callbacks.fault.what={','.join(kinds)}", "sweep.on_failure=continue"]
+    command += ["trainer.devices=2", "trainer.max_steps=4"]
+    status, out, errors, _ = finished(tmp_path, *command)
+    assert status == 1
+    assert wait_until(lambda: not alive(faulty), seconds=5), alive(faulty)
+    (ledger,) = (tmp_path / "outputs").rglob("jobs.json")
+    rows = json.loads(ledger.read_text())
+    assert [row["status"] for row in rows] == ["failed"] * 4 + ["completed"]
+    logs = [f"{row['run_folder']}/ranks/rank_{rank}.log" for row, rank in zip(rows, [0, 1, 1, 0], strict=False)]
+    for row, log, cause in zip(
+        rows,
+        logs,
+        [
+            "RuntimeError: planted on rank 0",
+            "rank 1 was ended by SIGKILL (out of memory?)",
+            "rank 1 ended with status 3",
+            "model.width=8 is planted: type model.width=9",
+        ],
+        strict=False,
+    ):
+        assert cause in row["message"]
+        assert cause in errors
+        assert log in row["message"]
+        assert out.count(log) == 1  # in the list at the end
+        assert json.loads((Path(row["run_folder"]) / "result.json").read_text())["status"] == "failed"
+    assert errors.index("job 1/5 failed") < errors.index("job 2/5 failed")
+    assert out.index("job 2/5") < out.index("job 5/5")
+    assert f"4 of 5 jobs did not complete; see {ledger}" in errors.splitlines()[-1]
+    assert [code for row in rows for code in exit_codes(Path(row["run_folder"]))] == [1, 1, 1, 1, 0]

@@ -1,6 +1,6 @@
 """The promise: every layout trains the same model on the same batches to the same numbers as one device (float64)."""
 
-import functools
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +15,19 @@ PARAMETER_GAP = 1e-9
 """After 20 steps of AdamW with clipping, relative to the largest parameter's scale."""
 
 
-@functools.cache
-def one_device(kind: str, options: tuple[tuple[str, object], ...] = ()) -> Record:
-    return on_layout(None, train, "one", kind, "one", 1, 20, dict(options))[0]
+CACHE: dict[str, Record] = {}
 
 
-def check_parity(pool: RankPool, kind: str, layout: str, accumulate: int, **options: object) -> dict[str, float]:
+def one_device(kind: str, options: dict[str, Any]) -> Record:
+    key = f"{kind} {options}"
+    if key not in CACHE:
+        CACHE[key] = on_layout(None, train, "one", kind, "one", 1, 20, options)[0]
+    return CACHE[key]
+
+
+def check_parity(pool: RankPool, kind: str, layout: str, accumulate: int, **options: Any) -> dict[str, float]:
     """Train under `layout` and compare everything with one device; returns the gaps."""
-    expected = one_device(kind, tuple(options.items()))
+    expected = one_device(kind, options)
     records = on_layout(pool, train, layout, kind, layout, accumulate, 20, options)
     ours = records[0]
     assert all(torch.equal(ours.start[name], value) for name, value in expected.start.items()), "initial weights"
@@ -55,7 +60,7 @@ def check_parity(pool: RankPool, kind: str, layout: str, accumulate: int, **opti
         ("gpt-tied", "fsdp2", 2),
         ("gpt", "hsdp4", 2),
         ("plain", "fsdp2", 2),
-        ("masked", "one", 2),
+        ("masked", "one", 2),  # in some of its steps the first micro-batch counts nothing
         ("masked", "ddp2", 1),
         ("masked", "fsdp2", 2),
         ("mlp", "fsdp4", 1),  # 9 features on 4 ranks: uneven shards
@@ -63,12 +68,12 @@ def check_parity(pool: RankPool, kind: str, layout: str, accumulate: int, **opti
     ],
 )
 def test_numbers_equal_one_devices(pool: RankPool, kind: str, layout: str, accumulate: int) -> None:
-    print(check_parity(pool, kind, layout, accumulate))
+    check_parity(pool, kind, layout, accumulate)
 
 
 def test_clipping_is_at_work_in_these_trainings() -> None:
     for kind in ("convnet", "gpt", "plain"):
-        assert max(one_device(kind).norms) > 0.5
+        assert max(one_device(kind, {}).norms) > 0.5
 
 
 def test_clipping_by_value(pool: RankPool) -> None:

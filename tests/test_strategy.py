@@ -1,4 +1,4 @@
-"""MeshStrategy inside Lightning's Trainer: what a step communicates, evaluation, noise, limits, checkpoints, refusals."""
+"""MeshStrategy in Lightning's Trainer: what a step communicates, evaluation, noise, limits, checkpoints, refusals."""
 
 import hashlib
 import os
@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pool import RankPool
 from shardwise.errors import ConfigError
 from shardwise.optim import build_scheduler
+from shardwise.progress import StepMetrics
 from shardwise.strategies import MeshStrategy
-from training import Recorder, build_module, make_trainer, on_layout, relative_gap, shares, train, whole
+from training import GLOBAL_SIZE, Recorder, build_module, make_trainer, on_layout, relative_gap, shares, train, whole
 
 # ---- communication -------------------------------------------------------------------------------------------------
 
@@ -168,7 +169,8 @@ def test_noise_differs_between_ranks_and_is_repeatable(pool: RankPool, layout: s
     first, again = (on_layout(pool, masks, layout, layout, 1) for _ in range(2))
     assert first == again
     assert len({mask for rank in first for mask in rank}) == 4 * len(first), "a rank, a step, a micro-batch: a mask"
-    assert not {*sum(first, [])} & {*sum(on_layout(pool, masks, layout, layout, 2), [])}
+    others = {mask for rank in on_layout(pool, masks, layout, layout, 2) for mask in rank}
+    assert not others & {mask for rank in first for mask in rank}
 
 
 def digests(layout: str) -> list[str]:
@@ -234,10 +236,19 @@ class Reads(pl.Callback):
         self._stock = {name: getattr(Tensor, name) for name in self.NAMES}
 
     def on_train_batch_start(self, *args: Any) -> None:
-        seen: Counter[str] = Counter()
-        self.steps.append(seen)
+        self.steps.append(Counter())
+        self.patch()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.restore()
+
+    def patch(self) -> None:
         for name, method in self._stock.items():
-            setattr(Tensor, name, self._counted(name, method, seen))
+            setattr(Tensor, name, self._counted(name, method, self.steps[-1]))
+
+    def restore(self) -> None:
+        for name, method in self._stock.items():
+            setattr(Tensor, name, method)
 
     def _counted(self, name: str, method: Any, seen: Counter[str]) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -246,27 +257,46 @@ class Reads(pl.Callback):
 
         return read
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        for name, method in self._stock.items():
-            setattr(Tensor, name, method)
 
-
-def reads(kind: str, layout: str, accumulate: int) -> list[dict[str, int]]:
-    counter = Reads()
-    trainer = make_trainer(layout, callbacks=[counter], accumulate=accumulate, max_steps=3, gradient_clip_val=0.5)
+def reads(layout: str, accumulate: int) -> list[dict[str, int]]:
+    counter, metrics = Reads(), StepMetrics(total_steps=100, global_size=GLOBAL_SIZE)
+    trainer = make_trainer(
+        layout,
+        callbacks=[counter, Order(metrics, counter)],
+        accumulate=accumulate,
+        max_steps=3,
+        gradient_clip_val=0.5,
+        log_every_n_steps=100,
+    )
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-    module: Any = build_module(kind)
-    if kind == "gpt":
-        # Adam's own count of steps is a number on the host.
-        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1, foreach=layout != "fsdp2")
-    trainer.fit(module, shares(kind, 3))
+    module: Any = build_module("gpt")
+    # Adam's own count of steps is a number on the host.
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer.fit(module, shares("gpt", 3))
     return [dict(step) for step in counter.steps]
 
 
+class Order(pl.Callback):
+    """The framework's own metrics, inside what is counted."""
+
+    def __init__(self, metrics: StepMetrics, counter: Reads) -> None:
+        self.metrics = metrics
+        self.counter = counter
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.metrics.on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counter.patch()
+        self.metrics.on_train_batch_end(*args)
+        self.counter.restore()
+
+
 @pytest.mark.parametrize(("layout", "accumulate"), [("one", 1), ("one", 2), ("ddp2", 2), ("fsdp2", 2)])
-def test_a_step_reads_no_number_off_the_device(pool: RankPool, layout: str, accumulate: int) -> None:
-    for rank in on_layout(pool, reads, layout, "gpt", layout, accumulate):
-        assert rank[1:] == [{}, {}]
+def test_a_step_reads_no_number_off_the_device_unless_it_logs(pool: RankPool, layout: str, accumulate: int) -> None:
+    for first, *others in on_layout(pool, reads, layout, layout, accumulate):
+        assert first["__float__"] > 0, "the first step logs its loss"
+        assert others == [{}, {}]
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
@@ -287,10 +317,10 @@ def scheduled(kind: str) -> Any:
 
 
 def fit_to(step: int, layout: str, *, start: str | None, save: str | None) -> list[float]:
-    """Losses up to `step`, from the beginning or from a checkpoint; four batches an epoch."""
+    """Losses up to `step`, from the beginning or from a checkpoint; every step has the same batch."""
     recorder = Recorder()
     trainer = make_trainer(layout, callbacks=[recorder], max_steps=step, precision="64-true", gradient_clip_val=0.5)
-    trainer.fit(scheduled("gpt-tied"), shares("gpt", 4), ckpt_path=start)
+    trainer.fit(scheduled("gpt-tied"), shares("gpt", 1), ckpt_path=start)
     assert trainer.global_step == step
     if save:
         trainer.save_checkpoint(save)
@@ -393,6 +423,7 @@ sys.path.insert(0, TESTS)
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from shardwise.progress import StepMetrics
 from shardwise.strategies import MeshStrategy
 from training import Regression, Shares
 from torch.utils.data import DataLoader
@@ -459,10 +490,8 @@ class Manual(Masks):
 
 
 def refused(module: pl.LightningModule, strategy: MeshStrategy, **options: Any) -> str:
-    quiet: Any = dict(
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_steps=1
-    )
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, **quiet, **options)
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "max_steps": 1}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, enable_progress_bar=False, **quiet, **options)
     with pytest.raises(ConfigError) as caught:
         trainer.fit(module, shares("plain", 1))
     text = str(caught.value)

@@ -206,11 +206,12 @@ def make_trainer(layout: str, *, callbacks: Any = (), accumulate: int = 1, strat
     replicas, shards = LAYOUTS[layout]
     for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*(does not have many workers|tensorboardX|no `val_dataloader`).*")
-    strategy = {"seed": 5, "accumulate": accumulate, **(strategy or {})}
-    quiet: dict[str, Any] = dict(
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=-1
+    warnings.filterwarnings(
+        "ignore", message=".*(does not have many workers|tensorboardX|no `val_dataloader`|exists and is not empty).*"
     )
+    strategy = {"seed": 5, "accumulate": accumulate, **(strategy or {})}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_epochs": -1}
+    quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
     return pl.Trainer(
         accelerator="cpu",
         devices=replicas * shards,

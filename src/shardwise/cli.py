@@ -5,6 +5,7 @@ that the framework owns is wrong any more.
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -234,7 +235,7 @@ class _Repeated:
         stored = [
             line
             for line in map(str.strip, stored)
-            if not line.startswith("-") and _key(line).partition(".")[0] not in ("plugins", "hydra")
+            if not line.startswith("-") and re.split("[./@]", _key(line))[0] not in ("plugins", "hydra")
         ]
         for line in stored:
             if MASK in line and _key(line) not in keys:

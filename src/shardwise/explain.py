@@ -132,9 +132,7 @@ def _explain_key(full_key: str, message: str, groups: Mapping[str, Sequence[str]
     for depth, part in enumerate(parts):
         known = {f.name: f for f in fields(kind)}
         if depth == 0 and part in groups and part not in known:
-            return (
-                f"{full_key}: {part} is a group without keys of its own: type {part}={'|'.join(groups[part]) or '...'}"
-            )
+            return f"{part} is a group without keys of its own: type {part}={'|'.join(groups[part]) or '...'}"
         if part not in known:
             names = [*known, *groups] if depth == 0 else list(known)
             return str(unknown_key(".".join(parts[: depth + 1]), dict.fromkeys(names)))
@@ -149,8 +147,8 @@ def _explain_key(full_key: str, message: str, groups: Mapping[str, Sequence[str]
         if match[1]:
             return f"{match[1]} is missing, and {full_key} refers to it: give it a value, such as {match[1]}=..."
         return f"{full_key}: {match[2]}"
-    refused = r"could not be converted|is not a subclass of|is incompatible with"
-    if match := re.match(rf"Value '(.*)' of type '.*' (?:{refused})", message):
+    refused = r"could not be converted|is not a subclass of|is incompatible with|is not a valid"
+    if match := re.match(rf"Value '(.*?)' (?:of type '.*' )?(?:{refused})", message):
         return f"{full_key}={match[1]}: {needed(known[part])} is needed"
     if "Invalid value assigned" in message and not is_dataclass(kind):
         return f"{full_key}: {needed(known[part])} is needed"

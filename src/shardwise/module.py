@@ -77,7 +77,7 @@ class _Task(LightningModule):
 
     def log_stage(self, stage: str) -> None:
         """Log the metrics of a stage under ``<stage>/<name>``, reduced at the end of its loop."""
-        for name in self.metrics[stage]:  # type: ignore[union-attr]
+        for name, _ in self.get_submodule(f"metrics.{stage}").named_children():
             self.log(f"{stage}/{name}", self.metric(stage, name), on_step=False, on_epoch=True, prog_bar=stage == "val")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -110,7 +110,7 @@ class Classification(_Task):
         """Samples of the batch."""
         return batch[1].size(0)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, int]:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, int]:  # type: ignore[override]
         inputs, labels_B = batch
         loss = F.cross_entropy(
             wide(self.model(inputs)), labels_B, reduction="sum", label_smoothing=self.label_smoothing
@@ -142,7 +142,7 @@ class LanguageModel(_Task):
         """Targets of the batch that are not ignored."""
         return (batch[1] != IGNORED).sum()
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         tokens_BT, targets_BT = batch
         logits_BTV = wide(self.model(tokens_BT))
         loss = F.cross_entropy(

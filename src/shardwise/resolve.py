@@ -20,6 +20,13 @@ PROMISED_AXES = {"ddp": (), "fsdp": ("dp_shard",), "hsdp": ("dp_replicate", "dp_
 """Strategy -> axes that have to come out above 1 where there is more than one rank."""
 
 
+NOT_BAREBONES = (
+    *("fast_dev_run", "enable_checkpointing", "enable_model_summary"),
+    *("num_sanity_val_steps", "detect_anomaly", "profiler"),
+)
+"""Keys of the trainer that Lightning refuses beside ``barebones``."""
+
+
 @dataclass(frozen=True)
 class World:
     """Where a run happens: ``num_nodes`` x ``devices`` processes, one process a device."""
@@ -262,6 +269,12 @@ def check_steps(config: Config) -> None:
             f"trainer.overfit_batches={trainer.overfit_batches}: samples come from one endless stream; "
             "use trainer.limit_train_batches, or a small data set"
         )
+    if trainer.barebones:
+        for name in NOT_BAREBONES:
+            if getattr(trainer, name):
+                raise ConfigError(
+                    f"trainer.barebones=true leaves everything optional out, and so trainer.{name}: drop one of them"
+                )
     if trainer.default_root_dir is not None:
         raise ConfigError(
             "trainer.default_root_dir: a run's folder is output_root/<experiment>/<run id>: output_root=..."

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -65,6 +66,7 @@ def run_job(job: Job) -> dict[str, Any]:
         torch.manual_seed(stable_seed(config.seed, "init"))
         task = build_task(resolved, data, steps)
         trainer = build_trainer(job, resolved, steps, notes=_warnings(task, config))
+        _check_monitors(trainer, data)
         if writer is not None:
             derived = {**resolved.derived(), "total_steps": steps.total, "samples_per_epoch": steps.samples_per_epoch}
             writer.describe(derived)
@@ -263,19 +265,48 @@ def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence
     )
     if options["max_epochs"] is None:
         options["max_epochs"] = -1
-    trainer = pl.Trainer(
-        strategy=strategy,
-        logger=False if config.trainer.barebones else build_loggers(job, resolved),
-        callbacks=None if config.trainer.barebones else callbacks,
-        enable_progress_bar=False,
-        use_distributed_sampler=False,
-        **options,
-    )
+    if config.trainer.barebones:
+        options["log_every_n_steps"] = 0
+    try:
+        trainer = pl.Trainer(
+            strategy=strategy,
+            logger=False if config.trainer.barebones else build_loggers(job, resolved),
+            callbacks=None if config.trainer.barebones else callbacks,
+            enable_progress_bar=False,
+            use_distributed_sampler=False,
+            **options,
+        )
+    except ConfigError:
+        raise
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise ConfigError(f"trainer.*: Lightning's Trainer refuses: {' '.join(str(error).split())}") from error
     # Signals have one owner (worker.py). Lightning's own broadcast before each batch, which would tell the ranks of a
     # SIGTERM, costs a device synchronisation a step and hides the error of a dead peer.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
+
+
+def _check_monitors(trainer: pl.Trainer, data: ShardedDataModule) -> None:
+    """Whether what a callback watches will exist; Lightning would say so only after the first epoch."""
+    watched = {type(c).__name__: str(getattr(c, "monitor", None)) for c in trainer.callbacks}
+    watched = {name: metric for name, metric in watched.items() if metric.startswith("val/")}
+    if not watched or (trainer.limit_val_batches and _has_validation(data)):
+        return
+    name, metric = next(iter(watched.items()))
+    raise ConfigError(
+        f"{name} watches {metric}, and there is no validation: type data.val_fraction=0.1, or monitor=train/loss for it"
+    )
+
+
+def _has_validation(data: ShardedDataModule) -> bool:
+    if not is_overridden("val_dataloader", data):
+        return False
+    loaders = data.inner.val_dataloader()
+    loaders = list(loaders.values()) if isinstance(loaders, dict) else loaders
+    loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
+    datasets = [getattr(loader, "dataset", None) for loader in loaders]
+    return any(len(dataset) > 0 if isinstance(dataset, Sized) else True for dataset in datasets)
 
 
 def build_loggers(job: Job, resolved: Resolved) -> list[Any]:

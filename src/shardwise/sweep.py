@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.job import Job, with_folder, write_json
 from shardwise.launch import RanksFailedError, how_it_ended, launch
 from shardwise.provenance import without_secrets
-from shardwise.worker import die_with_parent, first_failure, unwind_on_signals
+from shardwise.worker import GRACE_SECONDS, die_with_parent, first_failure, unwind_on_signals
 
 
 class SweepFailedError(RuntimeError):
@@ -80,7 +80,14 @@ def _run_ranks(job: Job) -> Outcome:
     try:
         return Outcome(job, "completed", result=launch(job))
     except (ConfigError, RanksFailedError) as error:
-        return Outcome(job, "failed", str(error))
+        return Outcome(job, "failed", _with_log(job, str(error)))
+
+
+def _with_log(job: Job, message: str) -> str:
+    """A message that also names the log of the rank that failed first."""
+    record = first_failure(job.run_folder)
+    log = f"{job.run_folder}/ranks/rank_{record['rank'] if record else 0}.log"
+    return message if log in message else f"{message}; its log: {log}"
 
 
 def _run_apart(job: Job) -> Outcome:
@@ -96,15 +103,14 @@ def _run_apart(job: Job) -> Outcome:
         answer = {}
     except BaseException:
         process.terminate()
-        process.join(15)
+        process.join(GRACE_SECONDS + 3)
+        process.kill()
         raise
     process.join()
     if "result" in answer:
         return Outcome(job, "completed", result=answer["result"])
     message = answer.get("message") or f"the process of the job {how_it_ended(process.exitcode)}"
-    record = first_failure(job.run_folder)
-    log = f"{job.run_folder}/ranks/rank_{record['rank'] if record else 0}.log"
-    return Outcome(job, "failed", f"{message}; its log: {log}" if log not in message else message)
+    return Outcome(job, "failed", _with_log(job, message))
 
 
 def _job_process(text: str, writer: Any) -> None:

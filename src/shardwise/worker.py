@@ -97,27 +97,28 @@ def end_on_signals() -> Iterator[None]:
         return
 
     fatal, main = fatal_signals(), threading.get_ident()
+    unwinding, ended = threading.Event(), threading.Event()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def watch() -> None:
-        while True:
-            signals = os.read(reader, 64)
-            if not signals:
-                return
-            if any(one in signals for one in fatal):
+        while signals := os.read(reader, 64):
+            signum = next((one for one in signals if one in fatal), None)
+            if signum is not None:
                 # Of two signals at once another thread may take both, and the main thread would sleep on.
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pthread_kill(main, signals[0])
-                time.sleep(GRACE_SECONDS)
-                os._exit(128 + signals[0])
+                if not unwinding.wait(0.2):
+                    signal.pthread_kill(main, signum)
+                if not ended.wait(GRACE_SECONDS):
+                    os._exit(128 + signum)
+        os.close(reader)
 
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="end-on-signals", daemon=True).start()
     try:
-        with unwind_on_signals():
+        with unwind_on_signals(unwinding):
             yield
     finally:
+        ended.set()
         signal.set_wakeup_fd(before_fd)
         os.close(writer)
 
@@ -129,9 +130,10 @@ def fatal_signals() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def unwind_on_signals() -> Iterator[None]:
+def unwind_on_signals(unwinding: threading.Event | None = None) -> Iterator[None]:
     """The first fatal signal raises SystemExit with a shell's status for it (130 for Ctrl-C); later ones are ignored.
 
+    Sets ``unwinding`` as it does so.
     SystemExit rather than KeyboardInterrupt, because Lightning swallows the latter and ends the process with status 1.
     """
     fatal = fatal_signals()
@@ -139,6 +141,8 @@ def unwind_on_signals() -> Iterator[None]:
     def unwind(signum: int, frame: Any) -> None:
         for one in fatal:
             signal.signal(one, lambda signum, frame: None)  # SIG_IGN makes Python complain of what has just arrived
+        if unwinding is not None:
+            unwinding.set()
         raise SystemExit(128 + signum)
 
     before = {one: signal.signal(one, unwind) for one in fatal}

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.dims import ParallelDims
@@ -227,7 +228,7 @@ class MeshStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        # Buffers that FSDP gathers, and metrics that are reset, under inference_mode could not be used in training again.
+        # Buffers that FSDP gathers, and metrics that are reset, under inference_mode would be of no use in training.
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop.inference_mode = False
         trainer.predict_loop.inference_mode = False
@@ -289,6 +290,12 @@ class MeshStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Nothing: parameters are created where they belong."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A loader without a generator gets one: else each iteration over it, in validation say, moves dropout."""
+        if isinstance(dataloader, DataLoader) and dataloader.generator is None:
+            dataloader.generator = torch.Generator().manual_seed(stable_seed(self.seed, "loader", self.dp_rank))
+        return dataloader
 
     # ---- one optimizer step ---------------------------------------------------------------------------------------
 
@@ -477,10 +484,13 @@ class MeshStrategy(ParallelStrategy):
             exception.args = (f"{fix}\n{exception}",)
 
     def teardown(self) -> None:
-        if not self.sharded:
+        module = self.lightning_module
+        sharded = isinstance(module, FSDPModule)
+        if module is not None and not sharded and not any(p.is_meta for p in module.parameters()):
             super().teardown()
             return
-        # The base class moves the module to the CPU, which sharded parameters on a GPU mesh do not survive.
+        # The base class moves the module to the CPU, which sharded parameters on a GPU mesh do not survive, and which
+        # fails on the meta device, where an error has left the module: that error is the one to show.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

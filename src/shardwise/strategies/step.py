@@ -107,7 +107,7 @@ class Step:
         """
         if not self.late or len(self.batches) == 1:
             return None
-        announced = self.total
+        announced = _not_zero(self.total)
         self._add_up()
         return announced / _not_zero(self.total)
 
