@@ -100,6 +100,13 @@ def test_listed_factories_build_models_and_others_do_not() -> None:
     assert refusal("task", "shardwise.models.resnet.resnet18").endswith("task takes subclasses of it")
 
 
+@pytest.mark.parametrize("name", ["GradientAccumulationScheduler", "BatchSizeFinder", "LearningRateFinder"])
+def test_callbacks_that_would_change_what_has_an_owner_are_refused(name: str) -> None:
+    assert f"pytorch_lightning.callbacks.{name} is not for here: " in refusal(
+        "callbacks", f"pytorch_lightning.callbacks.{name}"
+    )
+
+
 def test_a_package_of_the_users_has_to_be_named(package: str) -> None:
     assert "package 'mine' is not allowed here" in refusal("model", f"{package}.Net")
     assert package not in sys.modules, "what is not allowed is not imported either"

@@ -77,6 +77,8 @@ def run_job(job: Job) -> dict[str, Any]:
         if tested and not config.trainer.fast_dev_run:
             trainer.test(task, datamodule=data, verbose=False)
         exit_code, status = 0, "completed"
+    except MisconfigurationException as error:
+        raise ConfigError(f"Lightning refuses: {' '.join(str(error).split())}") from error
     except (OSError, RuntimeError) as error:
         if getattr(error, "errno", None) in UNWRITABLE and not isinstance(error, ConfigError):
             raise unwritable(job.run_folder, error) from error  # type: ignore[arg-type]
@@ -276,10 +278,10 @@ def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence
             use_distributed_sampler=False,
             **options,
         )
-    except ConfigError:
-        raise
-    except (MisconfigurationException, TypeError, ValueError) as error:
-        raise ConfigError(f"trainer.*: Lightning's Trainer refuses: {' '.join(str(error).split())}") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"trainer: Lightning refuses: {' '.join(str(error).split())}") from error
     # Signals have one owner (worker.py). Lightning's own broadcast before each batch, which would tell the ranks of a
     # SIGTERM, costs a device synchronisation a step and hides the error of a dead peer.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
@@ -289,7 +291,8 @@ def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence
 
 def _check_monitors(trainer: pl.Trainer, data: ShardedDataModule) -> None:
     """Whether what a callback watches will exist; Lightning would say so only after the first epoch."""
-    watched = {type(c).__name__: str(getattr(c, "monitor", None)) for c in trainer.callbacks}
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    watched = {type(c).__name__: str(getattr(c, "monitor", None)) for c in callbacks}
     watched = {name: metric for name, metric in watched.items() if metric.startswith("val/")}
     if not watched or (trainer.limit_val_batches and _has_validation(data)):
         return

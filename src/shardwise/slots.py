@@ -36,6 +36,13 @@ FACTORIES = {
 CUSTOM = ("model", "data", "task")
 """Slots with a choice ``custom`` that holds no argument, for a target of the user's own."""
 
+REFUSED = {
+    "GradientAccumulationScheduler": "batch.accumulate decides, and every count means optimizer steps",
+    "BatchSizeFinder": "batch.global_size decides, and batch.micro_size how much of it a rank takes at a time",
+    "LearningRateFinder": "optimizer.lr decides; try several with -m optimizer.lr=1e-3,3e-3,1e-2",
+}
+"""Callbacks of Lightning's that would change what has an owner here: name -> the owner."""
+
 NEVER_EMPTY = ("data", "task", "optimizer", "callbacks")
 """Slots that hold a target in every run; of callbacks, each."""
 
@@ -98,6 +105,9 @@ def find_target(
     kind = getattr(importlib.import_module(module), name)
     if inspect.isclass(target):
         if issubclass(target, kind):
+            for base in target.__mro__:
+                if base.__name__ in REFUSED and base.__module__.startswith("pytorch_lightning."):
+                    raise ConfigError(f"{where}._target_={dotted} is not for here: {REFUSED[base.__name__]}")
             return target
         if package == "lightning" or any(base.__module__.startswith("lightning.") for base in target.__mro__):
             raise ConfigError(
