@@ -175,6 +175,20 @@ def test_mistakes_in_what_is_plugged_in_are_one_line_too(
     assert not (tmp_path / "outputs").exists()
 
 
+def test_what_only_lightning_objects_to_is_one_line_as_well() -> None:
+    tiny = ["model=mlp", "model.width=8", "logger=none", "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
+    commands = [
+        ["callbacks.keep._target_=pytorch_lightning.callbacks.ModelCheckpoint"],
+        ["callbacks=early_stopping", "trainer.limit_val_batches=0"],
+    ]
+    run = python("-c", MANY, stdin=json.dumps([[*tiny, *command] for command in commands]))
+    answers = [json.loads(line) for line in run.stdout.splitlines()]
+    for (_, status, _, err, _), said in zip(answers, ("ModelCheckpoint", "watches val/loss"), strict=True):
+        assert status == 2
+        assert is_one_error_line(err), err
+        assert said in err
+
+
 def test_stack_traces_come_back_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert train(["trainer.devicse=2"]) == 2

@@ -59,6 +59,9 @@ def help_page() -> str:
     lines += _wrapped(
         "  model.* data.* task.* optimizer.* callbacks.* logger.*  ", "arguments of the class in _target_", width
     )
+    lines += _wrapped(
+        "  extra.*  ", "keys of your own, for interpolations: extra.width=64 'model.width=${extra.width}'", width
+    )
     lines += [
         "",
         "--cfg job shows the composed configuration; HYDRA_FULL_ERROR=1 brings stack traces back.",

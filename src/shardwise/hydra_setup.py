@@ -1,6 +1,6 @@
 """Hydra: the schema it composes against, how it is entered, and plain values out of it.
 
-With ``explain.py`` and the plugin the only file that knows Hydra and OmegaConf.
+With ``explain.py`` and the plugin the only file that knows Hydra.
 """
 
 import os

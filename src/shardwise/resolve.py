@@ -143,6 +143,12 @@ def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus:
             "launch=torchrun, but torchrun has not started this process: type torchrun --nproc-per-node=N train.py, "
             "or launch=local"
         )
+    if launch.kind == "auto" and not launched and "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
+        # Somebody means this process to be one of several; alone it would train the same as each of the others.
+        raise ConfigError(
+            f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are set, but not by torchrun: start the "
+            f"ranks with torchrun, or unset them (launch=local ignores them)"
+        )
     if launch.kind == "local" and launched:
         raise ConfigError(
             "launch=local, but torchrun has started this process already: leave launch=auto, or drop torchrun"

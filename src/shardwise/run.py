@@ -208,7 +208,7 @@ def build_task(resolved: Resolved, data: Any, steps: Steps) -> pl.LightningModul
                 f"remove that, or type lr_scaling=none"
             )
         return task
-    task.configure_optimizers = _optimizers(task, resolved, steps)  # type: ignore[method-assign]
+    task.configure_optimizers = _optimizers(task, resolved, steps)
     return task
 
 

@@ -162,4 +162,4 @@ def _show(outcomes: Sequence[Outcome], folder: Path) -> None:
     Console(highlight=False, soft_wrap=True, width=width).print(table)
     for number, outcome in enumerate(outcomes):
         if outcome.status == "failed":
-            print(f"job {number + 1} failed: {outcome.message.strip().splitlines()[-1]}")
+            print(f"job {number + 1} failed: {'; '.join(outcome.message.strip().splitlines()[-2:])}")

@@ -6,24 +6,16 @@ counts (samples, or targets that are not ignored) over what all ranks count.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_fabric.plugins import ClusterEnvironment
-from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning_fabric.utilities.optimizer import _optimizers_to_device
-from lightning_fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.plugins.precision import Precision
-from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -31,11 +23,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.fsdp import reshard, shard_module
 from shardwise.parallel.grad_norm import scale_gradients_
 from shardwise.parallel.initialise import materialise, share_values, stable_seed
-from shardwise.parallel.mesh import build_mesh, check_agreement, limit_collectives
 from shardwise.parallel.state import (
     load_sharded_optimizer_state,
     load_whole_model_state,
@@ -44,11 +34,11 @@ from shardwise.parallel.state import (
 )
 from shardwise.strategies.micro_batches import batch_samples, split_batch
 from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
-from shardwise.strategies.spawn import Spawn
+from shardwise.strategies.process import MeshProcess
 from shardwise.strategies.step import Step
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(MeshProcess):
     """Data parallelism, replicated or sharded or both, on one device mesh.
 
     Args:
@@ -85,127 +75,26 @@ class MeshStrategy(ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
         self._precision_name: str | None = None
-        super().__init__(cluster_environment=cluster_environment)
-        self._degrees = {
-            "dp_replicate": (1 if dp_shard == -1 else -1) if dp_replicate is None else dp_replicate,
-            "dp_shard": dp_shard,
-        }
+        super().__init__(
+            degrees={
+                "dp_replicate": (1 if dp_shard == -1 else -1) if dp_replicate is None else dp_replicate,
+                "dp_shard": dp_shard,
+            },
+            facts={"seed": seed, "micro-batches": accumulate, **(facts or {})},
+            start_timeout=start_timeout,
+            collective_timeout=collective_timeout,
+            cluster_environment=cluster_environment,
+        )
         self.accumulate = accumulate
         self.seed = seed
         self._reshard_after_forward = reshard_after_forward
         self._defer_gradient_sync = defer_gradient_sync
         self._find_unused_parameters = find_unused_parameters
-        self._start_timeout = timedelta(seconds=start_timeout)
-        self._collective_timeout = timedelta(seconds=collective_timeout)
-        self._facts = dict(facts or {})
-        self._num_nodes = 1
         self._step: Step | None = None
         self._counts_late = False
         self._starting = True
-        self.mesh: DeviceMesh | None = None
-        self.dims = ParallelDims()
-        """Degrees; known once the processes are connected."""
-
-    # ---- where this process is ------------------------------------------------------------------------------------
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or [])
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of the ``dp_size`` shares of a global batch is this rank's."""
-        return self.dims.dp_rank(self.global_rank)
-
-    @property
-    def dp_size(self) -> int:
-        """Ranks that see different samples."""
-        return self.dims.dp_size
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see different samples; None with one process."""
-        return dist.group.WORLD if self.dims.world_size > 1 else None
-
-    @property
-    def sharded(self) -> bool:
-        """Whether parameters are sharded with FSDP."""
-        return self.dims.dp_shard > 1
-
-    @property
-    def reduction_dtype(self) -> torch.dtype | None:
-        """Format in which gradients are added up over ranks; None with one device."""
-        if self.dp_size == 1 or self.lightning_module is None:
-            return None
-        if self.sharded and self._precision_name in MIXED:
-            return torch.float32
-        return next((p.dtype for p in self.lightning_module.parameters() if p.requires_grad), None)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning has to give a loader of its own making a sampler for its share."""
-        return self.dp_size > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
-
-    def set_world_ranks(self) -> None:
-        """Tell Lightning's environment which process this is (called by the Trainer)."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # What logs on rank zero only has to know its rank before any group exists.
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        if self.num_processes * self.num_nodes > 1 and not environment.creates_processes_externally:
-            # Lightning's subprocess launcher would type the command line again in every rank.
-            self._launcher = Spawn(self, start_method="spawn")
 
     # ---- start ----------------------------------------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.set_world_ranks()
-        world_size = self.num_nodes * self.num_processes
-        self.dims = ParallelDims.fill(world_size=world_size, **self._degrees)
-        if world_size == 1 or self.mesh is not None:
-            return
-        assert self.cluster_environment is not None
-        on_gpu = self.root_device.type == "cuda"
-        options: dict[str, Any] = {"timeout": self._start_timeout}
-        if on_gpu:
-            options["device_id"] = self.root_device
-        _init_dist_connection(self.cluster_environment, "nccl" if on_gpu else "gloo", **options)
-        check_agreement(
-            {
-                "world size": dist.get_world_size(),
-                "number of devices a node": self.num_processes,
-                "mesh": str(self.dims),
-                "seed": self.seed,
-                "micro-batches": self.accumulate,
-                **self._facts,
-            }
-        )
-        self.mesh = build_mesh(self.dims, device_type=self.root_device.type)
-        limit_collectives(self.mesh, self._start_timeout)
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -373,10 +262,8 @@ class MeshStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._starting:
-            # From the limit for starting to the limit for a collective in training.
             self._starting = False
-            if self.mesh is not None:
-                limit_collectives(self.mesh, self._collective_timeout)
+            self.started()
         return result
 
     # ---- evaluation -----------------------------------------------------------------------------------------------
@@ -408,31 +295,16 @@ class MeshStrategy(ParallelStrategy):
 
     on_validation_end = on_test_end = on_predict_end = _reshard
 
-    # ---- collectives ----------------------------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks (or ``group``); what is no tensor comes back as it is."""
-        if not isinstance(tensor, Tensor) or self.dp_group is None:
-            return tensor
-        return _sync_ddp_if_available(tensor, group or self.dp_group, reduce_op=reduce_op)
-
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not (dist.is_available() and dist.is_initialized()):
-            return obj
-        holder = [obj]
-        dist.broadcast_object_list(holder, src)
-        return holder[0]
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Gradients are accumulated inside the strategy; Lightning has nothing to block."""
-        yield
-
     # ---- precision and checkpoints --------------------------------------------------------------------------------
+
+    @property
+    def reduction_dtype(self) -> torch.dtype | None:
+        """Format in which gradients are added up over ranks; None with one device."""
+        if self.dp_size == 1 or self.lightning_module is None:
+            return None
+        if self.sharded and self._precision_name in MIXED:
+            return torch.float32
+        return next((p.dtype for p in self.lightning_module.parameters() if p.requires_grad), None)
 
     @property
     def precision_plugin(self) -> Any:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.trainer.states import TrainerFn
@@ -12,6 +13,13 @@ from shardwise.parallel.initialise import materialise
 
 class Spawn(_MultiProcessingLauncher):
     """Brings rank 0's weights back to the caller: the whole ones, not a rank's part; also into the meta device."""
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        super()._wrapping_function(*args, **kwargs)
+        if dist.is_initialized():
+            # A spawned process ends without its exit handlers: whoever goes first would break the others' connections.
+            dist.barrier()
+            dist.destroy_process_group()
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         if trainer.state.fn == TrainerFn.FITTING:
