@@ -1,8 +1,8 @@
 """What the framework costs: time per optimizer step over a hand-written PyTorch loop, stock Lightning beside it.
 
 Same model (the convnet, drawn from the same seed), same data (the digits), AdamW, a schedule stepped every step, the
-loss read every ten steps. Every arm runs in fresh processes with one thread each, the arms of a round one after the other; a
-ratio compares two arms of one round.
+loss read every ten steps. Every arm runs in fresh processes with one thread each, the arms of a round one after the
+other; a ratio compares two arms of one round.
 """
 
 import statistics
@@ -201,9 +201,8 @@ def _arm(name: str, processes: int, batch: int, width: int, output_root: str) ->
 
 def measure(rounds: int, output_root: str) -> list[dict[str, Any]]:
     """A row for each size and number of processes: milliseconds of the hand-written step, and ratios to it."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     import framework_tax
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     warm_up()
     rows = []

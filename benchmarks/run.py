@@ -34,9 +34,8 @@ def main() -> int:
     lines = [
         "# Measured results",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in packages)
-        + ".",
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores ({platform.machine()}), "
+        f"Python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in packages) + ".",
         f"Every figure is a ratio within one round: the median of {options.rounds} rounds (smallest to largest).",
     ]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""From the command to the first step, over what importing torch and pytorch_lightning takes; and how soon errors come."""
+"""From the command to the first step, over what importing torch and Lightning takes; and how soon errors come."""
 
 import os
 import statistics

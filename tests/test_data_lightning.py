@@ -1,9 +1,11 @@
 """Sharded data modules inside a stock Lightning Trainer: order, ends of epochs, validation, resume and limits."""
 
 import itertools
+import random
 import threading
 import time
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -267,6 +269,28 @@ def test_the_rest_of_the_inner_module_shows_through():
     assert inner.loaded == {"position": 5}
     with pytest.raises(AttributeError, match="vocab_size"):
         _ = data.vocab_size
+
+
+def test_a_split_without_a_seed_is_the_same_in_every_process_and_call():
+    class Split(Data):
+        def setup(self, stage):
+            self.draws = [
+                torch.randperm(100).tolist(),
+                np.random.permutation(100).tolist(),
+                random.sample(range(99), 9),
+            ]
+
+    draws = []
+    for state in (1, 2, 2):
+        torch.manual_seed(state)
+        np.random.seed(state)
+        random.seed(state)
+        data = sharded(Split())
+        data.setup("fit")
+        draws.append(data.draws)
+        untouched = torch.randperm(100, generator=torch.Generator().manual_seed(state))
+        assert torch.randperm(100).equal(untouched)
+    assert draws[0] == draws[1] == draws[2]
 
 
 def test_data_are_prepared_once_and_by_one_at_a_time():

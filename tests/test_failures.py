@@ -51,6 +51,8 @@ class Fault(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "leave":
             os._exit(3)
+        if self.kind == "pause" and trainer.global_step == 2:
+            time.sleep(2)
         if self.kind == "sleep":
             time.sleep(600)
         if self.kind == "compute":
@@ -174,6 +176,22 @@ def test_no_process_outlives_a_signal_to_the_parent(tmp_path, faulty, kind, sign
             ("failed", "interrupted"),
             ("skipped", "interrupted"),
         ]
+
+
+@pytest.mark.slow
+def test_what_nohup_ignores_does_not_end_a_run(tmp_path, faulty):
+    """PyTorch's agent would install its own handler for SIGHUP."""
+    root, what = tmp_path / "outputs", "+callbacks.fault.what=pause@1"
+    command = ["nohup", *TRAIN, *TINY, FAULT, what, "trainer.devices=2", "trainer.max_steps=4", "logger=none"]
+    process = start(tmp_path, *command, f"output_root={root}")
+    try:
+        wait_until(lambda: (tmp_path / "ready_1").exists() or process.poll() is not None, seconds=90)
+        os.killpg(process.pid, signal.SIGHUP)
+        assert process.wait(60) == 0, (tmp_path / "err").read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert result_of(root)["status"] == "completed"
 
 
 def finished(tmp_path: Path, *command: str | Path) -> tuple[int, str, str, float]:

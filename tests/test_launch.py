@@ -73,6 +73,7 @@ def test_two_launches_at_the_same_moment(tmp_path, greeting):
     for process, root in zip(processes, roots, strict=True):
         out, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
+        assert errors == ""  # no warning that nobody can do anything about
         assert "launch         local, 2 CPU processes (2 processes on this machine)" in out
         check_two_ranks(out + errors, root)
 

@@ -261,7 +261,7 @@ def test_variables_of_slurm_never_change_the_choice(where: str) -> None:
 @pytest.mark.parametrize(
     "environ",
     [
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
         {"TORCHELASTIC_RUN_ID": "x"},
         {"LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "8"},
     ],
@@ -291,6 +291,8 @@ def test_16_mixed_is_for_gpus() -> None:
         ({"trainer": {"val_check_interval": 1.5}}, "trainer.val_check_interval=1.5: a positive number of steps, or"),
         ({"trainer": {"val_check_interval": 0}}, "trainer.val_check_interval=0: a positive number of steps, or"),
         ({"trainer": {"val_check_interval": 0.5, "check_val_every_n_epoch": None}}, "type a whole number of steps"),
+        ({"trainer": {"check_val_every_n_epoch": None}}, "val_check_interval=null is not given.*type a whole number"),
+        ({"trainer": {"inference_mode": True}}, "trainer.inference_mode=true: evaluation runs under torch.no_grad"),
         ({"trainer": {"barebones": True, "fast_dev_run": 1}}, "trainer.barebones=true .* trainer.fast_dev_run: drop"),
         ({"trainer": {"overfit_batches": 2}}, "trainer.overfit_batches=2: .*use trainer.limit_train_batches"),
         ({"trainer": {"default_root_dir": "x"}}, "trainer.default_root_dir: .*output_root="),
@@ -336,6 +338,20 @@ def test_a_validation_interval_is_a_share_of_the_epoch_in_steps() -> None:
     for interval, steps in ((0.5, 2), (0.01, 1), (3, 3), (1.0, 1.0), (None, None)):
         one = resolved(1, trainer={"val_check_interval": interval}, batch={"global_size": 32})
         assert resolve_steps(one, 100).val_check_interval == steps
+
+
+def test_a_rate_is_not_made_up() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.lr is missing: give it a value"):
+        resolve_in(from_plain({"trainer": {"max_epochs": 3}, "optimizer": {"_target_": "torch.optim.SGD"}}), world(1))
+
+
+def test_an_interval_that_no_epoch_reaches_is_refused() -> None:
+    endless = {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    assert resolve_steps(resolved(1, trainer=endless, batch={"global_size": 32}), 100).val_check_interval == 5
+    with pytest.raises(
+        ConfigError, match=r"val_check_interval=5 is more than the 4 steps .*check_val_every_n_epoch=null"
+    ):
+        resolve_steps(resolved(1, trainer={"val_check_interval": 5}, batch={"global_size": 32}), 100)
 
 
 def test_a_trial_run_keeps_the_schedule_of_the_whole_training() -> None:

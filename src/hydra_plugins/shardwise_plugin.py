@@ -18,6 +18,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+MULTIRUN = "multirun.yaml"
+"""Hydra's record of a sweep: what was typed as it was typed, secrets too. What ran stands in ``jobs.json``."""
+
 
 class ShardwiseSearchPath(SearchPathPlugin):
     """Appends the experiments; with ``hydra.searchpath``, ``experiment=glob(*)`` would launch no job at all."""
@@ -39,6 +42,7 @@ class ShardwiseLauncher(Launcher):
         from shardwise.hydra_setup import sweep_jobs
 
         folder = Path(self.config.hydra.sweep.dir).absolute()
+        (folder / MULTIRUN).unlink(missing_ok=True)
         results = run_sweep(sweep_jobs(self.context, self.config, job_overrides), folder)
         returns = []
         for result in results:
@@ -49,10 +53,7 @@ class ShardwiseLauncher(Launcher):
 
 
 class ShardwiseSweeper(BasicSweeper):
-    """Hydra's own sweeper, which leaves nothing behind where a job's configuration is wrong.
-
-    Its ``multirun.yaml`` goes: it holds what was typed as it was typed, secrets too. What ran stands in ``jobs.json``.
-    """
+    """Hydra's own sweeper, which leaves nothing behind where a job's configuration is wrong."""
 
     def sweep(self, arguments: list[str]) -> Any:
         from shardwise.job import check_writable
@@ -64,7 +65,7 @@ class ShardwiseSweeper(BasicSweeper):
         try:
             return super().sweep(arguments)
         finally:
-            (folder / "multirun.yaml").unlink(missing_ok=True)
+            (folder / MULTIRUN).unlink(missing_ok=True)
             for path in made:
                 with contextlib.suppress(OSError):  # it holds something
                     path.rmdir()

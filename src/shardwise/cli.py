@@ -107,6 +107,8 @@ def _compose_for_ranks(argv: list[str]) -> None:
         if not told:
             tell_ranks(None, USER_ERROR)
         raise
+    if not told:  # --cfg and --info run nothing
+        tell_ranks(None)
 
 
 def _prepare(config: Config, overrides: list[str], choices: dict[str, Any], repeated: "_Repeated | None") -> Any:

@@ -97,8 +97,8 @@ class TrainerConfig:
     """true, false or warn: PyTorch's deterministic algorithms."""
     benchmark: bool | None = None
     """cuDNN's autotuner."""
-    inference_mode: bool = True
-    """Evaluate under torch.inference_mode; sharded parameters use no_grad instead."""
+    inference_mode: bool = False
+    """Not used: evaluation runs under torch.no_grad."""
     profiler: str | None = field(default=None, metadata=choices("simple", "advanced", "pytorch"))
     """One of Lightning's profilers."""
     detect_anomaly: bool = False

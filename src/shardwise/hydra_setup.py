@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -62,8 +63,15 @@ def run_hydra(run: Callable[[Config, list[str], dict[str, Any]], None], argv: Se
     check_overrides(overrides, group_choices())
     register()
     failed: list[BaseException] = []
+    argv_before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+
+    def restore() -> None:
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
 
     def task(composed: DictConfig) -> None:
+        restore()  # what runs from here on has the user's word
         # Hydra would print a line of its own about an exception and end the process: it is handed on behind its back.
         try:
             settings = HydraConfig.get()
@@ -74,7 +82,6 @@ def run_hydra(run: Callable[[Config, list[str], dict[str, Any]], None], argv: Se
         except BaseException as error:
             failed.append(error)
 
-    argv_before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [argv_before[0], *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
     try:
@@ -85,9 +92,7 @@ def run_hydra(run: Callable[[Config, list[str], dict[str, Any]], None], argv: Se
         raise ConfigError(explain(error, group_choices())) from error
     finally:
         sys.argv = argv_before
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full_error is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full_error
+        restore()
     if failed:
         raise failed[0]
 
@@ -134,8 +139,15 @@ def is_hydra_error(error: BaseException) -> bool:
 
 
 def read_yaml(path: Path) -> Any:
-    """A YAML file as plain containers (no tags, no interpolation)."""
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    """A YAML file as plain containers (no tags, no interpolation).
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML.
+    """
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}") from error
 
 
 def write_yaml(path: Path, plain: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -46,10 +46,8 @@ class StepMetrics(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if trainer._logger_connector.should_update_logs and trainer._results:
-            # What the module has logged itself belongs to the same step.
-            pl_module.log("step", torch.tensor(step, dtype=torch.float64))
-        if step % trainer.log_every_n_steps and step not in (1, self.total_steps):
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if step % every and step not in (1, self.total_steps):
             return
         strategy = trainer.strategy
         assert isinstance(strategy, MeshStrategy)

@@ -115,6 +115,8 @@ def resolve_in(config: Config, world: World) -> Resolved:
     dims = find_dims(config, world)
     check_steps(config)
     batch = find_batch(config, dims.dp_size)
+    if config.optimizer and "lr" not in config.optimizer:
+        raise ConfigError("optimizer.lr is missing: give it a value, such as optimizer.lr=1e-3")
     base_lr = config.optimizer.get("lr", 0.0)
     if isinstance(base_lr, bool) or not isinstance(base_lr, (int, float)) or base_lr < 0:
         raise ConfigError(f"optimizer.lr={base_lr!r}: a number of at least 0 is needed, such as optimizer.lr=1e-3")
@@ -265,10 +267,16 @@ def check_steps(config: Config) -> None:
         raise ConfigError(
             f"trainer.val_check_interval={interval}: a positive number of steps, or a fraction of at most 1.0"
         )
-    if trainer.check_val_every_n_epoch is None and isinstance(interval, float):
+    if trainer.check_val_every_n_epoch is None and not isinstance(interval, int):
+        means = "is not given" if interval is None else "is a fraction of an epoch"
         raise ConfigError(
-            f"trainer.val_check_interval={interval} is a fraction of an epoch, and "
+            f"trainer.val_check_interval={'null' if interval is None else interval} {means}, and "
             "trainer.check_val_every_n_epoch=null counts steps across epochs: type a whole number of steps"
+        )
+    if trainer.inference_mode:
+        raise ConfigError(
+            "trainer.inference_mode=true: evaluation runs under torch.no_grad, because what is made under "
+            "torch.inference_mode (gathered parameters, metrics) is of no use in training afterwards: leave it out"
         )
     if trainer.overfit_batches:
         raise ConfigError(
@@ -386,6 +394,13 @@ def resolve_steps(resolved: Resolved, num_samples: int | None) -> Steps:
                 f"trainer.val_check_interval={interval} of an epoch of unknown length: type a number of steps"
             )
         interval = max(1, int(per_epoch * interval))
+    across = trainer.check_val_every_n_epoch is None
+    if isinstance(interval, int) and not across and per_epoch is not None and interval > per_epoch:
+        # Lightning counts from the start of each epoch, and would never get there.
+        raise ConfigError(
+            f"trainer.val_check_interval={interval} is more than the {per_epoch} steps of an epoch: type "
+            f"trainer.check_val_every_n_epoch=null to count steps across epochs, or a number up to {per_epoch}"
+        )
     scheduled = min(totals)
     schedule = resolved.config.schedule
     schedules.check(

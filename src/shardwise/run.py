@@ -57,6 +57,7 @@ def run_job(job: Job) -> dict[str, Any]:
 
     writer = _RunFolder(job, resolved) if rank == 0 else None
     trainer: pl.Trainer | None = None
+    values: dict[str, Any] = {}
     exit_code, status = 1, "failed"
     try:
         if writer is not None:
@@ -73,20 +74,26 @@ def run_job(job: Job) -> dict[str, Any]:
             for logger in trainer.loggers:
                 logger.log_hyperparams({**without_secrets(to_plain(config)), "derived": derived})
         trainer.fit(task, datamodule=data)
+        values.update(trainer.callback_metrics)  # the test starts from none
         tested = is_overridden("test_step", task) and is_overridden("test_dataloader", data)
         if tested and not config.trainer.fast_dev_run:
             trainer.test(task, datamodule=data, verbose=False)
         exit_code, status = 0, "completed"
     except MisconfigurationException as error:
         raise ConfigError(f"Lightning refuses: {' '.join(str(error).split())}") from error
-    except (OSError, RuntimeError) as error:
-        if getattr(error, "errno", None) in UNWRITABLE and not isinstance(error, ConfigError):
-            raise unwritable(job.run_folder, error) from error  # type: ignore[arg-type]
+    except OSError as error:
+        ours = error.filename is None or str(error.filename).startswith(job.run_folder)
+        if ours and error.errno in UNWRITABLE and not isinstance(error, ConfigError):
+            raise unwritable(job.run_folder, error) from error
         raise
     finally:
-        values = {} if trainer is None else {name: float(value) for name, value in trainer.callback_metrics.items()}
-        done = 0 if trainer is None else trainer.global_step
-        result = {"status": status, "run_id": job.run_id, "steps": done, "metrics": values}
+        values.update({} if trainer is None else trainer.callback_metrics)
+        result = {
+            "status": status,
+            "run_id": job.run_id,
+            "steps": 0 if trainer is None else trainer.global_step,
+            "metrics": {name: float(value) for name, value in values.items()},
+        }
         for logger in [] if trainer is None else trainer.loggers:
             if isinstance(logger, WandbTracker):
                 logger.finish(exit_code)
@@ -114,7 +121,7 @@ def check_slots(config: Config) -> None:
             target = find_target(slot, node, plugins=plugins)
             free = tuple(name for name in supplied if name not in node)
             check_arguments(target, arguments(node), where=slot, supplied=free)
-    _check_model(config)
+    _check_task(config)
     target = find_target("optimizer", config.optimizer, plugins=plugins)
     check_arguments(target, arguments(config.optimizer), where="optimizer", supplied=("params",))
     given = {key: value for key, value in arguments(config.optimizer).items() if key != "lr"}
@@ -138,8 +145,13 @@ def _check_model(config: Config) -> None:
     if takes and not given and inspect.signature(task).parameters["model"].default is inspect.Parameter.empty:
         raise ConfigError(f"task {name} needs a model: type model=<choice>, or model=custom model._target_=...")
     if given and not takes:
+        raise ConfigError(f"task {name} takes no model, so {config.model['_target_']} would do nothing: model=none")
+
+    own = getattr(task, "configure_optimizers", None) is not pl.LightningModule.configure_optimizers
+    if own and config.lr_scaling.rule != "none":
         raise ConfigError(
-            f"task {name} takes no model, so {config.model['_target_']} would do nothing: type model=none"
+            f"lr_scaling={config.lr_scaling.rule}, but {name} has a configure_optimizers of its own: remove that, or "
+            f"type lr_scaling=none"
         )
 
 
@@ -202,11 +214,6 @@ def build_task(resolved: Resolved, data: Any, steps: Steps) -> pl.LightningModul
     model = build_model(config, data)
     task = build(target, given, where="task", **({} if model is None else {"model": model}))
     if is_overridden("configure_optimizers", task):
-        if config.lr_scaling.rule != "none":
-            raise ConfigError(
-                f"lr_scaling={config.lr_scaling.rule}, but {target.__name__} has a configure_optimizers of its own: "
-                f"remove that, or type lr_scaling=none"
-            )
         return task
     task.configure_optimizers = _optimizers(task, resolved, steps)
     return task
@@ -286,6 +293,15 @@ def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence
     # SIGTERM, costs a device synchronisation a step and hides the error of a dead peer.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    # What a module logs belongs to the number of optimizer steps that are done. Lightning counts training steps from 0,
+    # and gives a validation the number of the step before it.
+    log_metrics = trainer._logger_connector.log_metrics
+
+    def log_at_step(values: dict[str, Any], step: int | None = None) -> None:
+        values.pop("step", None)  # the way to tell Lightning of another step
+        log_metrics(values, step=trainer.global_step)
+
+    trainer._logger_connector.log_metrics = log_at_step  # type: ignore[method-assign,assignment]
     return trainer
 
 
@@ -364,6 +380,7 @@ def _quiet_lightning() -> None:
 
     for name in ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning_fabric.utilities.distributed").setLevel(logging.WARNING)
     own = logging.getLogger("shardwise")
     own.setLevel(logging.INFO)
     own.handlers = [logging.StreamHandler(sys.stdout)]

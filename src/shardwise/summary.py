@@ -1,6 +1,7 @@
 """What is printed before the first step and after the last."""
 
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ class StartUp(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             table = start_table(self.job, self.resolved, self.steps, pl_module, notes=self.notes)
-            Console(highlight=False, soft_wrap=True).print(table)
+            width = None if sys.stdout.isatty() else 10_000  # a file has no edge
+            Console(highlight=False, soft_wrap=True, width=width).print(table)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

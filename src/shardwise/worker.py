@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,11 +20,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.errors import ConfigError
-from shardwise.job import Job
+from shardwise.job import Job, unwritable
 from shardwise.provenance import without_secrets
 
 GRACE_SECONDS = 5.0
 """Between a signal and the end of a worker that is stuck outside Python."""
+
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What a terminal reads as a command; a log is read by people."""
 
 PEER_SECONDS = 2.0
 """How long a rank that has lost another one waits to be ended: the cause is the other's to tell."""
@@ -162,7 +166,7 @@ class _Tee:
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):  # a full disk: the console still hears of it, and the metrics file stops
-            self._log.write(text)
+            self._log.write(COLOURS.sub("", text))
         return self._stream.write(text)
 
     def flush(self) -> None:
@@ -180,8 +184,7 @@ def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
 
     What is yielded is the error stream of the console, for the rank that has to say why all of them end.
     """
-    path = folder / "ranks" / f"rank_{rank}.log"
-    with path.open("a", encoding="utf-8", buffering=1) as log:
+    with _opened(folder / "ranks" / f"rank_{rank}.log") as log:
         if rank:
             # The descriptors, so that libraries and child processes follow.
             sys.stdout.flush()
@@ -192,13 +195,27 @@ def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
                 yield console
             return
         out, err = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)  # type: ignore[assignment]
+        sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)
         _reopen_handlers(err, sys.stderr)
         try:
             yield err
         finally:
             _reopen_handlers(sys.stderr, err)
             sys.stdout, sys.stderr = out, err
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """A log, to which a line that does not fit any more is lost."""
+    try:
+        log = path.open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        yield log
+    finally:
+        with contextlib.suppress(OSError):
+            log.close()
 
 
 def _reopen_handlers(old: Any, new: Any) -> None:
@@ -222,7 +239,8 @@ def _record_failure(folder: Path, rank: int, error: BaseException) -> bool:
         "message": without_secrets(str(error)),
         "traceback": without_secrets("".join(traceback.format_exception(error))),
     }
-    print(record["traceback"], file=sys.stderr if rank else _log_only(), flush=True)
+    with contextlib.suppress(OSError):
+        print(record["traceback"], file=sys.stderr if rank else _log_only(), flush=True)
     with contextlib.suppress(OSError):
         (folder / "ranks" / f"failure_{rank}.json").write_text(json.dumps(record), encoding="utf-8")
     try:

@@ -1,6 +1,8 @@
 """Random augmentation independent of the layout: drawn from (seed, epoch, sample), never from a worker's state."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,22 @@ def is_deterministic(dataset: Any) -> bool:
     if isinstance(dataset, ConcatDataset):
         return all(is_deterministic(part) for part in dataset.datasets)
     return bool(getattr(dataset, "deterministic", False))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of torch (CPU), numpy and `random`, and put them back afterwards."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        # not torch.manual_seed, which also touches every accelerator
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 class SeededDataset(Dataset):
@@ -46,15 +64,5 @@ class SeededDataset(Dataset):
     def __getitem__(self, key: int) -> Any:
         if self.deterministic:
             return self.dataset[key]
-        seed = stable_seed("sample", self.seed, getattr(key, "epoch", 0), int(key))
-        torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        try:
-            # not torch.manual_seed, which also touches every accelerator
-            torch.default_generator.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
+        with seeded(stable_seed("sample", self.seed, getattr(key, "epoch", 0), int(key))):
             return self.dataset[key]
-        finally:
-            torch.set_rng_state(torch_state)
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)

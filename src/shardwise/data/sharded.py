@@ -14,7 +14,8 @@ from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from shardwise.data.order import epoch_permutation
+from shardwise.data.order import epoch_permutation, stable_seed
+from shardwise.data.seeded import seeded
 from shardwise.data.stream import how_samples_are_made, shard_eval_loader, shard_train_loader
 from shardwise.errors import ConfigError
 
@@ -103,7 +104,9 @@ class ShardedDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         self.inner.trainer = self.trainer
-        self.inner.setup(stage)
+        # A split that is drawn without a seed of its own has to be the same on every rank, in every call and every run.
+        with seeded(stable_seed("setup")):
+            self.inner.setup(stage)
         self._num_train_samples = None
 
     def teardown(self, stage: str) -> None:

@@ -17,7 +17,7 @@ class Tokens(SplitDataModule):
     Args:
         path: the folder, with `train_*.tokens` and `val_*.tokens`.
         context: tokens per sample.
-        verify: compare every shard's checksum first, which reads all of them (once per node).
+        verify: compare every shard's checksum first, which reads all of them, in every process.
         num_workers: processes that load samples, per rank.
     """
 

@@ -6,9 +6,11 @@ counts (samples, or targets that are not ignored) over what all ranks count.
 """
 
 import inspect
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_fabric.plugins import ClusterEnvironment
 from lightning_fabric.utilities.optimizer import _optimizers_to_device
@@ -113,7 +115,7 @@ class MeshStrategy(MeshProcess):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             # Initial weights are drawn from generators of their own; from here on each share of the data has its noise.
-            torch.manual_seed(stable_seed(self.seed, "noise", self.dp_rank))
+            _seed_noise(stable_seed(self.seed, "noise", self.dp_rank))
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -369,6 +371,13 @@ class MeshStrategy(MeshProcess):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _seed_noise(seed: int) -> None:
+    """Seed what a LightningModule may draw from in training: torch (every device), numpy and ``random``."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def _check_contract(module: LightningModule, trainer: Trainer) -> None:
