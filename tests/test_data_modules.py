@@ -28,6 +28,7 @@ from shardwise.data.token_shards import HEADER, MAGIC, TokenShard, read_header, 
 from shardwise.data.tokenize import main, tokenize
 from shardwise.data.tokens import Tokens
 from shardwise.data.vision import CIFAR10, CIFAR100, MNIST, FashionMNIST, ImageFolder
+from shardwise.data.vocabulary import JSONTokenizer
 from shardwise.errors import ConfigError
 
 CONF = Path(__file__).parent.parent / "conf" / "data"
@@ -399,6 +400,15 @@ def test_tokenize_and_train_on_it(tmp_path, kind):
     assert kept.split() == (texts["a"][: 240 * 3 // 4] + texts["b"][: 480 * 3 // 4]).split()
     assert data.decode(data.encode("the cat")) == "the cat"
     assert [path.name for path in destination.parent.iterdir()] == ["tokens"]  # nothing half-made lies about
+
+
+def test_the_ids_of_a_tokenizer_may_have_gaps(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"[UNK]": 0, "the": 300}, unk_token="[UNK]")).save(str(tmp_path / "gaps.json"))
+    vocabulary = JSONTokenizer(tmp_path / "gaps.json")
+    assert vocabulary.size == 301
+    assert vocabulary.encode(b"the").tolist() == [300]
 
 
 def test_tokenize_never_overwrites_without_force(tmp_path, capsys):

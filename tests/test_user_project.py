@@ -222,7 +222,7 @@ def test_a_network_of_their_own_in_a_task_of_their_own(project, tmp_path):
         (
             "OwnOptimizer",
             ["model=none", "lr_scaling=linear", "lr_scaling.base_batch_size=8"],
-            "lr_scaling=linear, but OwnOptimizer has a configure_optimizers of its own: remove that, or type lr_scaling",
+            "lr_scaling=linear, but OwnOptimizer has a configure_optimizers of its own: remove that, or type",
         ),
     ],
 )

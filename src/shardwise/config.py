@@ -58,7 +58,7 @@ class TrainerConfig:
     min_epochs: int | None = field(default=None, metadata=limits(least=1))
     """Passes that early stopping has to wait for."""
     max_steps: int = -1
-    """Optimizer steps; -1 leaves it to max_epochs."""
+    """Optimizer steps; -1 leaves it to max_epochs. Whichever of the two is reached first ends the training."""
     min_steps: int | None = field(default=None, metadata=limits(least=1))
     """Optimizer steps that early stopping has to wait for."""
     max_time: str | None = None

@@ -36,6 +36,7 @@ from shardwise.slots import AUTO, accepts, arguments, build, check_arguments, fi
 from shardwise.strategies import MeshStrategy
 from shardwise.summary import StartUp, show_end
 from shardwise.tracking import JsonlLogger, WandbTracker
+from shardwise.worker import undisturbed
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
 """Why a run folder takes no more, which is not the program's fault."""
@@ -94,11 +95,12 @@ def run_job(job: Job) -> dict[str, Any]:
             "steps": 0 if trainer is None else trainer.global_step,
             "metrics": {name: float(value) for name, value in values.items()},
         }
-        for logger in [] if trainer is None else trainer.loggers:
-            if isinstance(logger, WandbTracker):
-                logger.finish(exit_code)
-        if writer is not None:
-            writer.finish(result)
+        with undisturbed():
+            if writer is not None:
+                writer.finish(result)
+            for logger in [] if trainer is None else trainer.loggers:
+                if isinstance(logger, WandbTracker):
+                    logger.finish(exit_code)
         if dist.is_available() and dist.is_initialized() and exit_code == 0:
             dist.destroy_process_group()
     if rank == 0:
@@ -138,7 +140,8 @@ def check_slots(config: Config) -> None:
             build_model(config, data)
 
 
-def _check_model(config: Config) -> None:
+def _check_task(config: Config) -> None:
+    """Whether task, model and learning-rate rule go together."""
     task = find_target("task", config.task, plugins=config.plugins)
     takes, given = accepts(task, "model") and "model" not in config.task, bool(config.model.get("_target_"))
     name = getattr(task, "__name__", str(task))

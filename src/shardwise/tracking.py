@@ -41,10 +41,9 @@ class MetricsFileError(ConfigError, OSError):
 class JsonlLogger(Logger):
     """One line of JSON per logging call, in the file that belongs to every run whatever other logger is chosen.
 
-    A line is {"step": optimizer step, "time": Unix seconds, "<metric>": number, ...}. Lightning counts the step from 0
-    in training metrics, and passes the number of steps done with validation metrics. A step can have several lines,
-    one per call. JSON has no NaN and no infinity: such a value is null, and the metric's name stands in the list under
-    "nonfinite". Each line is flushed when the call returns.
+    A line is {"step": optimizer steps done, "time": Unix seconds, "<metric>": number, ...}. The step is what the caller
+    passes; a step can have several lines, one per call. JSON has no NaN and no infinity: such a value is null, and the
+    metric's name stands in the list under "nonfinite". Each line is flushed when the call returns.
 
     Args:
         path: the file, in a folder that exists. New lines come after old ones.

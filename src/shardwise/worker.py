@@ -157,6 +157,24 @@ def unwind_on_signals(unwinding: threading.Event | None = None) -> Iterator[None
             signal.signal(one, handler)
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts fatal signals off to the end of a block that has to come to its end: the peers of a rank that fails are
+    told to end while they write down that they have lost it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {one: signal.signal(one, lambda signum, frame: came.append(signum)) for one in fatal_signals()}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    if came:
+        signal.raise_signal(came[0])
+
+
 class _Tee:
     """A stream that also writes to a rank's log; whether it is a terminal is the stream's affair."""
 

@@ -134,10 +134,8 @@ class JSONTokenizer:
             raise ConfigError(
                 f"{path} is not a tokenizers JSON file ({error}): save one with Tokenizer.save"
             ) from error
-
-    @property
-    def size(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
+        # Not the number of tokens: ids may have gaps.
+        self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: bytes) -> NDArray[Any]:
         ids = self._tokenizer.encode(decode_utf8(text), add_special_tokens=False).ids
