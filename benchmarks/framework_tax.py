@@ -188,7 +188,7 @@ def _arm(name: str, processes: int, batch: int, width: int, output_root: str) ->
 
     import framework_tax
 
-    from shardwise.worker import die_with_parent
+    from shardwise.signals import die_with_parent
 
     die_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -11,6 +11,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 import shardwise.cli
+from conftest import ROOT
 from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.groups import GROUPS, group_choices
@@ -102,7 +103,8 @@ def test_hsdp_works_on_one_node_with_a_typed_degree() -> None:
 def test_the_values_of_an_experiment_win_over_the_defaults_and_typed_ones_over_both() -> None:
     experiments = {name: compose([f"experiment={name}"]) for name in CHOICES["experiment"]}
     assert experiments["text_gpt"].trainer.max_steps == 600
-    assert experiments["text_gpt"].trainer.max_epochs is None, "config.yaml has 20: _self_ comes after experiment"
+    order = (ROOT / "conf" / "config.yaml").read_text(encoding="utf-8")
+    assert order.index("- _self_") < order.index("- experiment:"), "else what config.yaml sets would win"
     assert experiments["text_gpt"].schedule.warmup_steps == 50
     assert experiments["text_gpt"].optimizer["lr"] == 2e-3
     typed = compose(["experiment=text_gpt", "schedule.warmup_steps=7", "model=gpt_10m"])

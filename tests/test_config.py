@@ -147,7 +147,7 @@ def test_every_field_has_a_docstring_for_the_help_page() -> None:
 
     page = help_page()
     assert "strategy.dp_replicate  [-1]" in page, "the defaults are those of the default composition"
-    assert "schedule.warmup_steps  [20]" in page
+    assert "schedule.warmup_steps  [0]" in page
     for group in GROUPS_OF_THE_SCHEMA:
         kind = typing.get_type_hints(Config)[group]
         source = inspect.getsource(kind)

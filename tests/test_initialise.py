@@ -14,7 +14,8 @@ from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT
 from shardwise.models.mlp import MLP
 from shardwise.parallel.fsdp import sharding_blocks
-from shardwise.parallel.initialise import materialise, stable_seed
+from shardwise.parallel.initialise import materialise
+from shardwise.seeds import stable_seed
 from training import build_module, make_trainer, on_layout, shares, train, whole
 
 CPU = torch.device("cpu")

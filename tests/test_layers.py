@@ -13,11 +13,11 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 LAYERS = (
-    {"errors", "config", "groups", "help", "explain", "hydra_setup"},
+    {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup"},
     {"parallel", "lr_scaling", "schedules", "resolve"},
     {"models", "data", "optim", "slots"},
     {"strategies", "module", "tracking", "provenance", "progress"},
-    {"job", "run", "worker", "launch", "sweep", "summary", "cli", "__main__"},
+    {"job", "signals", "build", "run", "worker", "launch", "sweep", "summary", "cli", "__main__"},
 )
 """Modules and folders of modules, from the lowest layer up."""
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}

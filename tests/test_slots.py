@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.cli import _Repeated
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import compose
-from shardwise.run import check_slots
+from shardwise.build import check_slots
 from shardwise.slots import KINDS, arguments, build, check_arguments, check_names, find_target
 
 RIGHT = {

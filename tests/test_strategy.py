@@ -551,3 +551,45 @@ def test_unused_parameters(pool: RankPool) -> None:
 def test_training_is_repeatable_bit_for_bit() -> None:
     first, again = (train("gpt-dropout", "one", 2, 3, {"precision": "32-true"}).losses for _ in range(2))
     assert first == again
+
+
+class _Logs(pl.LightningModule):
+    """Logs each micro-batch's mean of its inputs, largest and number, in training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log("mean", batch.mean(), on_step=True)
+        self.log("largest", batch.max(), on_step=True, reduce_fx="max")
+        self.log("number", torch.tensor(float(len(batch))), on_step=True, reduce_fx="sum")
+        return self.head(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class _LastLogged(pl.Callback):
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.values = {name: float(value) for name, value in trainer.logged_metrics.items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_what_a_module_logs_is_of_the_whole_step_and_not_of_its_last_micro_batch(accumulate: int) -> None:
+    batch = torch.tensor([[1.0], [2.0], [9.0], [4.0], [5.0]])  # 5 samples: micro-batches of unequal sizes
+    last = _LastLogged()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=MeshStrategy(accumulate=accumulate),
+        max_steps=1,
+        log_every_n_steps=1,
+        logger=False,
+        callbacks=[last],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(_Logs(), torch.utils.data.DataLoader(batch, batch_size=None, sampler=[slice(0, 5)]))
+    assert last.values == {"mean": pytest.approx(4.2), "largest": 9.0, "number": 5.0}

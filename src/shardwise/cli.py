@@ -33,7 +33,7 @@ def train(argv: Sequence[str] | None = None) -> int:
         return 0
     if not is_launched_rank():
         return _status_of(lambda: _compose(argv))
-    from shardwise.worker import die_with_parent
+    from shardwise.signals import die_with_parent
 
     die_with_parent()
     if os.environ["RANK"] != "0":
@@ -154,7 +154,7 @@ def check_plugged_in(resolved: Resolved) -> None:
         from shardwise.launch import warm_up
 
         warm_up()
-    from shardwise.run import check_slots
+    from shardwise.build import check_slots
 
     check_slots(config)
 

@@ -54,11 +54,12 @@ class TrainerConfig:
     num_nodes: int = field(default=1, metadata=limits(least=1))
     """Machines."""
     max_epochs: int | None = field(default=None, metadata=limits(least=1))
-    """Passes over the training samples; turned into ceil(max_epochs * samples / batch.global_size) optimizer steps."""
+    """Passes over the samples, which become ceil(max_epochs * samples / batch.global_size) optimizer steps; 20 passes
+    where neither this nor max_steps is given."""
     min_epochs: int | None = field(default=None, metadata=limits(least=1))
     """Passes that early stopping has to wait for."""
     max_steps: int = -1
-    """Optimizer steps; -1 leaves it to max_epochs. Whichever of the two is reached first ends the training."""
+    """Optimizer steps; -1 leaves it to max_epochs. Where both are given, the first to be reached ends the training."""
     min_steps: int | None = field(default=None, metadata=limits(least=1))
     """Optimizer steps that early stopping has to wait for."""
     max_time: str | None = None
@@ -138,11 +139,11 @@ class StrategyConfig:
     dp_shard: int = 1
     """Ranks over which parameters, gradients and optimizer state are sharded; -1 takes the remaining ranks."""
     reshard_after_forward: bool = True
-    """Free a block's gathered parameters after its forward pass, and gather them again in the backward pass."""
+    """Free a block's gathered parameters after its forward pass, and gather them again later (fsdp, hsdp)."""
     defer_gradient_sync: bool = True
-    """Reduce gradients once a step, after the last micro-batch; false trades traffic for memory (fsdp, hsdp)."""
+    """Reduce gradients once a step, after the last micro-batch; false trades traffic for memory."""
     find_unused_parameters: bool = False
-    """DistributedDataParallel's search for parameters without a gradient."""
+    """DistributedDataParallel's search for parameters without a gradient (ddp; the others need none)."""
 
 
 @dataclass
@@ -164,7 +165,7 @@ class BatchConfig:
     accumulate: int | None = field(default=None, metadata=limits(least=1))
     """Micro-batches of one optimizer step on one rank; derived if not given."""
     eval_size: int | None = field(default=None, metadata=limits(least=1))
-    """Samples of one evaluation batch on one rank; the training share of a rank if not given."""
+    """Samples of one evaluation batch on one rank; a micro-batch if not given."""
 
 
 @dataclass

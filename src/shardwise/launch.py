@@ -15,7 +15,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.job import Job
-from shardwise.worker import GRACE_SECONDS, fatal_signals, first_failure, obey, work
+from shardwise.signals import GRACE_SECONDS, fatal_signals
+from shardwise.worker import first_failure, obey, work
 
 PRELOADED = ["shardwise.run"]
 """Imported once by the forkserver; each worker then starts in a fraction of a second."""

@@ -47,8 +47,15 @@ class StepMetrics(Callback):
     ) -> None:
         step = trainer.global_step
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if step % every and step not in (1, self.total_steps):
-            return
+        if step in (1, self.total_steps) or step % every == 0:
+            self._log(trainer, step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A time limit or early stopping ended the training on another step.
+        if trainer.global_step > self._since[0]:
+            self._log(trainer, trainer.global_step)
+
+    def _log(self, trainer: Trainer, step: int) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, MeshStrategy)
         metrics: dict[str, float] = {"train/loss": float(strategy.global_loss())}
@@ -63,7 +70,9 @@ class StepMetrics(Callback):
             metrics["samples_per_second"] = (step - last) * self.global_size / (now - start)
         self._since = (step, now)
         self.latest = metrics
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+        )
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 

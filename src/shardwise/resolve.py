@@ -20,6 +20,9 @@ PROMISED_AXES = {"ddp": (), "fsdp": ("dp_shard",), "hsdp": ("dp_replicate", "dp_
 """Strategy -> axes that have to come out above 1 where there is more than one rank."""
 
 
+DEFAULT_EPOCHS = 20
+"""Passes over the samples where neither trainer.max_epochs nor trainer.max_steps is given."""
+
 NOT_BAREBONES = (
     *("fast_dev_run", "enable_checkpointing", "enable_model_summary"),
     *("num_sanity_val_steps", "detect_anomaly", "profiler"),
@@ -99,6 +102,7 @@ def count_gpus() -> int:
 
 def resolve(config: Config, *, environ: Mapping[str, str] = os.environ, gpus: int | None = None) -> Resolved:
     """Find the world, then apply every rule that crosses groups; see :func:`find_world` and :func:`resolve_in`."""
+    check_steps(config)  # before the devices are counted, for which torch may have to be imported
     return resolve_in(config, find_world(config, environ=environ, gpus=gpus))
 
 
@@ -113,7 +117,6 @@ def resolve_in(config: Config, world: World) -> Resolved:
             "precision=16-mixed needs a GPU (float16 on a CPU is neither fast nor safe): type precision=bf16-mixed"
         )
     dims = find_dims(config, world)
-    check_steps(config)
     batch = find_batch(config, dims.dp_size)
     if config.optimizer and "lr" not in config.optimizer:
         raise ConfigError("optimizer.lr is missing: give it a value, such as optimizer.lr=1e-3")
@@ -237,10 +240,8 @@ def find_dims(config: Config, world: World) -> ParallelDims:
 
 
 def check_steps(config: Config) -> None:
-    """Refuse a training without an end, and counts that the endless stream of samples does not have."""
+    """Refuse counts that make no sense, or that the endless stream of samples does not have."""
     trainer, schedule = config.trainer, config.schedule
-    if trainer.max_epochs is None and trainer.max_steps == -1 and not trainer.fast_dev_run:
-        raise ConfigError("the training has no end in steps: type trainer.max_epochs=... or trainer.max_steps=...")
     if trainer.max_steps < -1 or trainer.max_steps == 0:
         raise ConfigError(
             f"trainer.max_steps={trainer.max_steps}: a positive number of optimizer steps, or -1 for no limit"
@@ -329,7 +330,7 @@ def find_batch(config: Config, dp_size: int) -> Batch:
                 f"{_nearest_multiples(total, accumulate * dp_size)}"
             )
         micro = share // accumulate
-    return Batch(global_size=total, micro_size=micro, accumulate=accumulate, eval_size=sizes.eval_size or share)
+    return Batch(global_size=total, micro_size=micro, accumulate=accumulate, eval_size=sizes.eval_size or micro)
 
 
 def _nearest_multiples(value: int, of: int) -> str:
@@ -377,16 +378,19 @@ def resolve_steps(resolved: Resolved, num_samples: int | None) -> Steps:
     whole = None if num_samples is None else math.ceil(num_samples / size)
     per_epoch = _limited(whole, trainer.limit_train_batches)
     totals = [trainer.max_steps] if trainer.max_steps > 0 else []
-    if trainer.max_epochs is not None:
+    epochs = trainer.max_epochs
+    if epochs is None and not totals:
+        # Not a default of the field: whoever types max_steps means that many, not the smaller of two limits.
+        epochs = DEFAULT_EPOCHS
+    if epochs is not None:
         if per_epoch is not None and per_epoch != whole:
-            totals.append(trainer.max_epochs * per_epoch)
+            totals.append(epochs * per_epoch)
         elif num_samples is not None:
-            totals.append(math.ceil(trainer.max_epochs * num_samples / size))
+            totals.append(math.ceil(epochs * num_samples / size))
+        elif not totals and trainer.fast_dev_run:
+            totals.append(int(trainer.fast_dev_run) + resolved.config.schedule.warmup_steps)
         elif not totals:
-            raise ConfigError("trainer.max_epochs with a stream of unknown length: type trainer.max_steps=...")
-    if not totals and trainer.fast_dev_run:
-        totals.append(int(trainer.fast_dev_run) + resolved.config.schedule.warmup_steps)
-    assert totals, "check_steps has refused a training without an end"
+            raise ConfigError("an epoch of unknown length: type trainer.max_steps=...")
     interval = trainer.val_check_interval
     if isinstance(interval, float) and interval < 1:
         if per_epoch is None:

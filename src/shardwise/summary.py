@@ -1,6 +1,8 @@
 """What is printed before the first step and after the last."""
 
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -53,14 +55,20 @@ def start_table(job: Job, resolved: Resolved, steps: Steps, module: nn.Module, *
     table.add_row("launch", f"{world.launch}, {processes}{nodes} ({world.reason})")
     sizes = f"micro {batch.micro_size} x data-parallel {dims.dp_size} x accumulate {batch.accumulate}"
     table.add_row("batch", f"{sizes} = global {batch.global_size}")
-    scaling = config.lr_scaling
-    base = f" from base batch {scaling.base_batch_size}" if scaling.rule != "none" else ""
-    rates = f"base {resolved.base_lr:g}, rule {scaling.rule}{base}: effective {resolved.lr:g}"
-    table.add_row("learning rate", rates)
-    warmup = f" after {config.schedule.warmup_steps} steps of warm-up" if config.schedule.warmup_steps else ""
-    table.add_row("schedule", f"{config.schedule.kind}{warmup}, {steps.total:,} optimizer steps")
-    if steps.samples_per_epoch is not None:
-        table.add_row("epoch", f"{steps.samples_per_epoch:,} samples, {steps.steps_per_epoch:,} steps")
+    length = counted(steps.total, "optimizer step")
+    if brings_optimizer(module):
+        table.add_row("learning rate", f"{type(module).__name__}.configure_optimizers decides")
+        table.add_row("schedule", length)
+    else:
+        scaling, warmup = config.lr_scaling, config.schedule.warmup_steps
+        base = f" from base batch {scaling.base_batch_size}" if scaling.rule != "none" else ""
+        rates = f"base {resolved.base_lr:g}, rule {scaling.rule}{base}: effective {resolved.lr:g}"
+        table.add_row("learning rate", rates)
+        after = f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
+        table.add_row("schedule", f"{config.schedule.kind}{after}, {length}")
+    if steps.samples_per_epoch is not None and steps.steps_per_epoch is not None:
+        sizes = f"{counted(steps.samples_per_epoch, 'sample')}, {counted(steps.steps_per_epoch, 'step')}"
+        table.add_row("epoch", sizes)
     whole, local = count_parameters(module)
     table.add_row("parameters", f"{whole:,}, {local:,} of them on rank 0")
     table.add_row("precision", config.precision.kind)
@@ -72,10 +80,11 @@ def start_table(job: Job, resolved: Resolved, steps: Steps, module: nn.Module, *
 
 def show_end(job: Job, result: dict[str, Any]) -> None:
     """The result, where it is, and what to type next."""
-    shown = "  ".join(
-        f"{name} {value:.4g}" for name, value in sorted(result["metrics"].items()) if name.startswith(("test/", "val/"))
-    )
-    print(f"\n{result['status']} after {result['steps']:,} steps  {shown}")
+    values = sorted(result["metrics"].items())
+    # What the test says is of the last step; a validation may be older.
+    chosen = [pair for pair in values if pair[0].startswith("test/")] or [p for p in values if p[0].startswith("val/")]
+    shown = "  ".join(f"{name} {value:.4g}" for name, value in chosen)
+    print(f"\n{result['status']} after {counted(result['steps'], 'step')}  {shown}")
     print(f"run folder: {job.run_folder}")
     if not job.in_sweep:
         print("next:")
@@ -83,11 +92,30 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
             print(f"  {line}")
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``1,200 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def start_command(job: Job) -> str:
+    """What was typed to start this run, up to its overrides, so that it works where the run was started."""
+    found = shutil.which("python")
+    if found is not None and os.path.dirname(found) == os.path.dirname(sys.executable):
+        python = "python"  # the environment is activated
+    else:
+        inside = sys.executable.startswith(os.getcwd() + os.sep)
+        python = shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)
+    if len(job.command) > 1 and job.command[1].endswith(".py"):
+        return f"{python} {shlex.quote(job.command[1])}"
+    return f"{python} -m shardwise train"
+
+
 def next_commands(job: Job) -> list[str]:
     """Three commands that make sense after this run."""
-    start = "python train.py"
+    start = start_command(job)
     changed = ("strategy", "trainer.devices", "seed", "batch.global_size", "lr_scaling")
-    typed = [o for o in job.overrides if not o.startswith(tuple(f"{key}{end}" for key in changed for end in "=."))]
+    ends = tuple(f"{key}{end}" for key in changed for end in "=.")
+    typed = [override for override in job.overrides if not override.lstrip("+").startswith(ends)]
     same = " ".join([start, *map(shlex.quote, without_secrets(typed))])
     other = "ddp" if job.config["strategy"]["name"] == "fsdp" else "fsdp"
     plugins = f" plugins=[{','.join(job.config['plugins'])}]" if job.config["plugins"] else ""
@@ -96,6 +124,11 @@ def next_commands(job: Job) -> list[str]:
         f"{same} -m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=64",
         f"{start} rerun={shlex.quote(job.run_folder)}{plugins}",
     ]
+
+
+def brings_optimizer(module: nn.Module) -> bool:
+    """Whether a LightningModule has a ``configure_optimizers`` of its own, so that the configuration's does nothing."""
+    return getattr(type(module), "configure_optimizers", None) is not LightningModule.configure_optimizers
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:

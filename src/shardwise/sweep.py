@@ -13,7 +13,8 @@ from shardwise.errors import ConfigError
 from shardwise.job import Job, with_folder, write_json
 from shardwise.launch import RanksFailedError, how_it_ended, launch
 from shardwise.provenance import without_secrets
-from shardwise.worker import GRACE_SECONDS, die_with_parent, first_failure, unwind_on_signals
+from shardwise.signals import GRACE_SECONDS, die_with_parent, unwind_on_signals
+from shardwise.worker import first_failure
 
 
 class SweepFailedError(RuntimeError):
@@ -106,6 +107,8 @@ def _run_apart(job: Job) -> Outcome:
         process.join(GRACE_SECONDS + 3)
         process.kill()
         raise
+    process.join(2 * GRACE_SECONDS)
+    process.kill()  # where it hangs in somebody's exit handler: it has said all there is to say
     process.join()
     if "result" in answer:
         return Outcome(job, "completed", result=answer["result"])

@@ -52,6 +52,8 @@ class JsonlLogger(Logger):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(path).absolute()
+        self.last: dict[str, float] = {}
+        """The last value of every metric that was logged, as a plain number."""
         self._last_step = 0
 
     @property
@@ -84,7 +86,7 @@ class JsonlLogger(Logger):
                 raise ConfigError(
                     f"metric {name!r} has a name that {self.path.name} uses itself: log it as 'my/{name}'"
                 )
-            number = _number(name, value)
+            self.last[name] = number = _number(name, value)
             if math.isfinite(number):
                 line[name] = number
             else:

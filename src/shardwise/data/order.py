@@ -8,7 +8,6 @@ so the epochs of a run differ by at most one step in length and E epochs take ce
 N is the number of samples, B the global batch size, k a step (counted from the start of the run), e an epoch.
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sized
 
@@ -17,12 +16,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Sampler
 
 from shardwise.errors import ConfigError
-
-
-def stable_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) from `parts`: the same in every process and Python version (`hash` is salted)."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+from shardwise.seeds import stable_seed
 
 
 def epoch_permutation(num_samples: int, *, seed: int, epoch: int) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from shardwise.data.order import stable_seed
+from shardwise.seeds import stable_seed
 
 
 def is_deterministic(dataset: Any) -> bool:

@@ -14,10 +14,11 @@ from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from shardwise.data.order import epoch_permutation, stable_seed
+from shardwise.data.order import epoch_permutation
 from shardwise.data.seeded import seeded
 from shardwise.data.stream import how_samples_are_made, shard_eval_loader, shard_train_loader
 from shardwise.errors import ConfigError
+from shardwise.seeds import stable_seed
 
 _EVAL_LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

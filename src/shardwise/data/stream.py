@@ -26,10 +26,10 @@ from shardwise.data.order import (
     epoch_permutation,
     first_step,
     local_size,
-    stable_seed,
 )
 from shardwise.data.seeded import SeededDataset
 from shardwise.errors import ConfigError
+from shardwise.seeds import stable_seed
 
 __all__ = [
     "EvalBatchSampler",

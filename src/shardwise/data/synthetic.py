@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shardwise.data.order import stable_seed
 from shardwise.data.splits import SplitDataModule, as_batch, check_at_least_one
+from shardwise.seeds import stable_seed
 
 NOISE_WINDOWS = 65_521  # prime, so that the windows of consecutive samples lie far apart
 MAX_STRIDE = 8

@@ -7,7 +7,6 @@ collective is needed. A model that has values already (constructed on the CPU, o
 rank, whatever the others have drawn.
 """
 
-import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -17,12 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.errors import ConfigError
-
-
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from the parts; the same in every process and on every machine (``hash`` is salted)."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+from shardwise.seeds import stable_seed
 
 
 def self_initialising(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

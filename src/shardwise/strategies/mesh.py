@@ -27,13 +27,15 @@ from torch.utils.data import DataLoader
 from shardwise.errors import ConfigError
 from shardwise.parallel.fsdp import reshard, shard_module
 from shardwise.parallel.grad_norm import scale_gradients_
-from shardwise.parallel.initialise import materialise, share_values, stable_seed
+from shardwise.parallel.initialise import materialise, share_values
 from shardwise.parallel.state import (
     load_sharded_optimizer_state,
     load_whole_model_state,
     named_optimizer_state,
     whole_model_state,
 )
+from shardwise.seeds import stable_seed
+from shardwise.strategies.logged import LoggedOnStep
 from shardwise.strategies.micro_batches import batch_samples, split_batch
 from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
 from shardwise.strategies.process import MeshProcess
@@ -241,6 +243,9 @@ class MeshStrategy(MeshProcess):
         assert step is not None
         assert module is not None
         plugin = self.precision_plugin
+        logged = LoggedOnStep(module.trainer) if len(step.batches) > 1 else None
+        if logged is not None:
+            logged.keep()
         weighted = plugin.pre_backward(step.weigh(0, closure_loss), module)
         plugin.backward(weighted, module, optimizer, *args, **kwargs)
         for index in range(1, len(step.batches)):
@@ -248,8 +253,12 @@ class MeshStrategy(MeshProcess):
             hook, module._current_fx_name = module._current_fx_name, "training_step"
             loss = self._forward(step, index)
             module._current_fx_name = hook
+            if logged is not None:
+                logged.keep()
             weighted = plugin.scale_loss(step.weigh(index, loss))
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        if logged is not None:
+            logged.merge(step.shares())
         correction = step.correction()
         if correction is not None:
             scale_gradients_(module.parameters(), correction)

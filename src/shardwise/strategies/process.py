@@ -1,5 +1,6 @@
 """Where a process stands on the mesh of all ranks, and the collectives that Lightning asks of a strategy."""
 
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,6 +51,8 @@ class MeshProcess(ParallelStrategy):
         """All ranks; None with one process, or before they are connected."""
         self.dims = ParallelDims()
         """Degrees; known once the processes are connected."""
+        self.hosts: list[str] = []
+        """Host name of every rank; empty with one process."""
 
     @property
     def num_nodes(self) -> int:
@@ -134,6 +137,8 @@ class MeshProcess(ParallelStrategy):
                 **self._facts,
             }
         )
+        self.hosts = [""] * world_size
+        dist.all_gather_object(self.hosts, socket.gethostname())
         self.mesh = build_mesh(self.dims, device_type=self.root_device.type)
         limit_collectives(self.mesh, self._start_timeout)
 
