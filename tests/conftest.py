@@ -1,64 +1,23 @@
 """Fixtures for all tests: an isolated environment, a pool of live ranks, and `train.py` run as a user types it."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from checkout import ROOT, TrainRun
 from pool import RankPool
 from pool_rank import reset_torch
 
-ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "WANDB_", "PMI_", "OMPI_", "PL_", "HYDRA_")
 LAUNCHER_NAMES = {
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
-
-
-@dataclass
-class TrainRun:
-    """One finished `python train.py ...` and what it left behind."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-    output_root: Path
-
-    @cached_property
-    def run_folders(self) -> list[Path]:
-        """All run folders below the output root, the oldest first."""
-        configs = sorted(self.output_root.rglob("config.yaml"), key=lambda path: path.stat().st_mtime_ns)
-        return [path.parent for path in configs]
-
-    @property
-    def run_folder(self) -> Path:
-        """The newest run folder."""
-        assert self.run_folders, f"no run folder below {self.output_root}\n{self}"
-        return self.run_folders[-1]
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """`result.json` of the newest run folder."""
-        result = json.loads((self.run_folder / "result.json").read_text())
-        assert isinstance(result, dict)
-        return result
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` of the newest run folder."""
-        return [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
-
-    def __str__(self) -> str:
-        return f"exit status {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
 @pytest.fixture(autouse=True)

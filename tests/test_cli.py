@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import ROOT, TrainRun
+from checkout import ROOT, TrainRun
 from shardwise.cli import train
 
 QUICK_SECONDS = 1.5

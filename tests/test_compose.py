@@ -11,7 +11,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 import shardwise.cli
-from conftest import ROOT
+from checkout import ROOT
 from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.groups import GROUPS, group_choices

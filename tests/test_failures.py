@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from checkout import ROOT
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 TINY = ["model=mlp", "model.width=8", "schedule.warmup_steps=0", "plugins=[faulty]"]
@@ -112,7 +112,7 @@ def result_of(root: Path) -> dict:
 TRAIN = [sys.executable, ROOT / "train.py"]
 KINDS = {
     "one": [*TRAIN, *TINY, "+callbacks.fault.what=sleep@0"],
-    "loader": [*TRAIN, *TINY, "+callbacks.fault.what=sleep@0", "data.num_workers=1"],
+    "loader": [*TRAIN, *TINY, "+callbacks.fault.what=sleep@0", "data=synthetic", "+data.num_workers=1"],
     "two": [*TRAIN, *TINY, "+callbacks.fault.what=sleep@1", "trainer.devices=2"],
     "computing": [*TRAIN, *TINY, "+callbacks.fault.what=compute@1", "trainer.devices=2", "strategy=fsdp"],
     "torchrun": [TORCHRUN, "--nproc-per-node=2", *TRAIN[1:], *TINY, "+callbacks.fault.what=sleep@1"],
@@ -164,7 +164,8 @@ def test_no_process_outlives_a_signal_to_the_parent(tmp_path, faulty, kind, sign
     errors = (tmp_path / "err").read_text()
     assert process.returncode == status, errors
     if signum != signal.SIGKILL and kind != "torchrun":
-        assert "Traceback" not in errors
+        # A hang-up of the whole group also ends multiprocessing's own helper, which says so.
+        assert "Traceback" not in errors or (signum == signal.SIGHUP and group)
         assert result_of(root)["status"] == "failed"
     if signum == signal.SIGINT and kind != "torchrun":
         assert errors.splitlines()[-1] == "interrupted"

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from pytorch_lightning import Trainer
 
-from conftest import ROOT
+from checkout import ROOT
 from pool import RankError
 from shardwise import cli
 from shardwise.config import from_plain

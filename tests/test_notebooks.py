@@ -2,7 +2,7 @@
 
 import json
 
-from conftest import ROOT
+from checkout import ROOT
 
 
 def test_the_notebooks_run_over_a_fresh_run(train_py, monkeypatch, capsys) -> None:

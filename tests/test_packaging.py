@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from conftest import ROOT
+from checkout import ROOT
 
 Make = Callable[..., tuple[int, list[str], str]]
 PROBE = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from checkout import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORTER = [

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.build import check_slots
 from shardwise.cli import _Repeated
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import compose
-from shardwise.build import check_slots
 from shardwise.slots import KINDS, arguments, build, check_arguments, check_names, find_target
 
 RIGHT = {

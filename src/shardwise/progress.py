@@ -153,4 +153,4 @@ class ShowProgress(Callback):
         return "  ".join(parts)
 
     def _line(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        print(text, flush=True)
