@@ -46,6 +46,16 @@ def start(folder: Path, *command: str | Path) -> subprocess.Popen:
     )
 
 
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr)."""
+    try:
+        out, errors = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, errors = process.communicate()
+    return process.returncode, out, errors
+
+
 def check_two_ranks(output: str, root: Path) -> None:
     """One run folder, a log for each of two ranks, and each message once on the console, from rank 0."""
     (folder,) = [path.parent for path in root.rglob("config.yaml")]
@@ -70,28 +80,26 @@ def test_two_launches_at_the_same_moment(tmp_path, greeting):
     roots = [tmp_path / "a", tmp_path / "b"]
     train = [sys.executable, ROOT / "train.py", *TINY, *HELLO, "trainer.devices=2"]
     processes = [start(tmp_path, *train, f"output_root={root}") for root in roots]
-    for process, root in zip(processes, roots, strict=True):
-        out, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    for (status, out, errors), root in zip([finish(process) for process in processes], roots, strict=True):
+        assert status == 0, errors
         assert errors == ""  # no warning that nobody can do anything about
         assert "launch         local, 2 CPU processes (2 processes on this machine)" in out
-        check_two_ranks(out + errors, root)
+        check_two_ranks(out, root)
 
 
 def test_torchrun_makes_one_run_of_its_ranks(tmp_path, greeting):
     root = tmp_path / "outputs"
     command = [TORCHRUN, "--nproc-per-node=2", ROOT / "train.py", *TINY, *HELLO, f"output_root={root}"]
-    process = start(tmp_path, *command)
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    status, out, errors = finish(start(tmp_path, *command))
+    assert status == 0, errors
     assert "launch         torchrun, 2 CPU processes (torchrun has started the ranks)" in out
     check_two_ranks(out + errors, root)
 
 
 def test_one_process_trains_in_the_process_that_was_started(tmp_path, greeting):
     process = start(tmp_path, sys.executable, ROOT / "train.py", *TINY, *HELLO, f"output_root={tmp_path / 'outputs'}")
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    status, out, errors = finish(process)
+    assert status == 0, errors
     assert f"hello from rank 0 of 1, process {process.pid}" in out
     assert "launch         in-process, 1 CPU process (one process is enough)" in out
 

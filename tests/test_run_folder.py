@@ -18,6 +18,9 @@ import pytest
 import yaml
 
 from checkout import ROOT
+from shardwise.config import from_plain
+from shardwise.job import make_job, with_folder
+from shardwise.resolve import World
 
 SMALL = ["model=mlp", "model.width=8", "trainer.max_steps=4", "schedule.warmup_steps=0", "trainer.log_every_n_steps=1"]
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -172,6 +175,18 @@ def test_a_rerun_is_of_one_run(train_py, tmp_path):
     run = train_py(f"rerun={tmp_path}", "-m", "seed=1,2", ok=False)
     assert run.returncode == 2
     assert "repeats one run: leave -m out" in run.stderr
+
+
+def test_two_runs_of_one_name_get_two_folders(tmp_path):
+    world = World(num_nodes=1, devices=1, accelerator="cpu", launch="in-process", reason="")
+    config = from_plain({"output_root": str(tmp_path)})
+    job = make_job(config, world, experiment="x", overrides=[], command=[], run_id="same")
+    first, second = with_folder(job), with_folder(job)
+    assert first.run_id == "same"
+    assert second.run_id.startswith("same-")
+    for one in (first, second):
+        assert (Path(one.run_folder) / "ranks").is_dir()
+        assert Path(one.run_folder).name == one.run_id
 
 
 def test_a_disk_that_is_full_is_one_line(tmp_path):

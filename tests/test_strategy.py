@@ -593,3 +593,48 @@ def test_what_a_module_logs_is_of_the_whole_step_and_not_of_its_last_micro_batch
     )
     trainer.fit(_Logs(), torch.utils.data.DataLoader(batch, batch_size=None, sampler=[slice(0, 5)]))
     assert last.values == {"mean": pytest.approx(4.2), "largest": 9.0, "number": 5.0}
+
+
+class _LogsByRank(_Logs):
+    """Logs, without a word about ranks, what differs between them; rank 0 alone logs one thing more."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 0:
+            self.log("first", batch.mean(), on_step=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val/mean", batch.mean(), batch_size=len(batch))
+
+
+def _logged_by_ranks(accumulate: int, dp_shard: int) -> dict[str, float]:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    mine = torch.tensor([[1.0], [2.0], [9.0], [4.0]]) if rank == 0 else torch.tensor([[5.0], [6.0]])
+    last = _LastLogged()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=MeshStrategy(accumulate=accumulate, dp_shard=dp_shard),
+        max_steps=1,
+        log_every_n_steps=1,
+        logger=False,
+        callbacks=[last],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    loader = torch.utils.data.DataLoader(mine, batch_size=None, sampler=[slice(0, len(mine))])
+    trainer.fit(_LogsByRank(), loader, loader)
+    return {**last.values, **{k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}}
+
+
+@pytest.mark.parametrize(("accumulate", "dp_shard"), [(1, 1), (2, -1)])
+def test_what_a_module_logs_is_of_all_ranks_though_it_knows_of_none(
+    pool: RankPool, accumulate: int, dp_shard: int
+) -> None:
+    first, second = pool.run(_logged_by_ranks, accumulate, dp_shard, world_size=2, init=False)
+    expected = {"mean": pytest.approx(27 / 6), "largest": 9.0, "number": 6.0, "val/mean": pytest.approx(27 / 6)}
+    assert second == expected
+    assert first == {**expected, "first": pytest.approx(4.0)}

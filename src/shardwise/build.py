@@ -290,7 +290,7 @@ def notes_on(task: nn.Module, config: Config) -> list[str]:
     model = getattr(task, "model", task)
     if not hasattr(model, "init_parameter"):
         size = sum(p.numel() * p.element_size() for p in task.parameters())
-        if config.strategy.name != "ddp":
+        if config.strategy.name != "ddp" and size >= 2**20:
             notes.append(
                 f"{type(model).__name__} defines no init_parameter: every rank builds it whole on the CPU "
                 f"({size / 2**20:,.0f} MiB) before it is sharded"

@@ -4,6 +4,8 @@ It composes, checks and resolves in one process, and hands a plain job to the ra
 that the framework owns is wrong any more.
 """
 
+import contextlib
+import json
 import os
 import re
 import sys
@@ -64,7 +66,8 @@ def _status_of(action: Any, *, rank_zero: bool = True) -> int:
         from shardwise.sweep import SweepFailedError
 
         if isinstance(error, (RanksFailedError, SweepFailedError)):
-            print(f"error: {error}", file=sys.stderr)
+            text = str(error)
+            print(text if text.startswith("Traceback") else f"error: {text}", file=sys.stderr)
         else:
             traceback.print_exc()
         return 1
@@ -228,6 +231,15 @@ class _Repeated:
                 f"rerun={folder} is no run folder: one holds overrides.yaml and config.yaml, such as "
                 f"outputs/<experiment>/<run id>"
             )
+        from shardwise.job import config_dir
+
+        then = None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+            then = config_dir([str(word) for word in record["command"]])
+        if then is not None and config_dir(argv) is None:
+            typed = f"--config-dir {then}"
+            raise ConfigError(f"{named[0]} was typed with {typed}, which is never taken from a folder: add {typed}")
         stored = read_yaml(path)
         if not isinstance(stored, list) or not all(isinstance(line, str) for line in stored):
             raise ConfigError(f"{path} is damaged: a list of overrides is expected")
@@ -274,8 +286,6 @@ class _Repeated:
 
     def differences(self) -> list[str]:
         """What differs between then and now in code, versions and hardware, a line each."""
-        import json
-
         from shardwise.provenance import collect, differences
 
         try:

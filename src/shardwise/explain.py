@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -167,3 +168,10 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(link)
         link = link.__cause__ or link.__context__
     return chain
+
+
+def explain_yaml(error: yaml.MarkedYAMLError) -> str:
+    """One line for a file that is no YAML: where, and what the parser stumbled over."""
+    mark = error.problem_mark or error.context_mark
+    where = f"{mark.name}, line {mark.line + 1}" if mark is not None else "a configuration file"
+    return f"{where} is no YAML: {error.problem or error}; each line is 'key: value', indented with spaces"

@@ -42,7 +42,7 @@ def help_page() -> str:
     lines += ["", "groups: pick a choice with group=choice"]
     groups, defaults = group_choices(), default_values()
     for group, names in groups.items():
-        lines += _wrapped(f"  {group:<11}", f"{'|'.join(names)}  ({GROUPS[group]})" if names else GROUPS[group], width)
+        lines += _wrapped(f"  {group:<11}", f"{GROUPS[group]}: {', '.join(names)}" if names else GROUPS[group], width)
     lines += ["", "keys: set a value with key=value (default in brackets)"]
     for name in ("seed", "experiment_name", "output_root", "plugins"):
         lines += _key(Config, name, name, defaults.get(name), width)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardwise.config import PLUGGED_IN, Config, from_plain, to_plain
 from shardwise.errors import ConfigError
-from shardwise.explain import check_flags, check_overrides, explain
+from shardwise.explain import check_flags, check_overrides, explain, explain_yaml
 from shardwise.groups import group_choices
 
 CONFIG_PATH = "pkg://shardwise.conf"
@@ -86,6 +86,8 @@ def run_hydra(run: Callable[[Config, list[str], dict[str, Any]], None], argv: Se
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
     try:
         hydra.main(config_path=CONFIG_PATH, config_name="config", version_base="1.3")(task)()
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(explain_yaml(error)) from error
     except Exception as error:
         if not is_hydra_error(error):
             raise

@@ -113,6 +113,16 @@ def check_writable(root: str) -> None:
         ) from error
 
 
+def config_dir(command: Sequence[str]) -> str | None:
+    """The folder of a user's own configuration files that a command names with ``--config-dir``."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word in ("--config-dir", "-cd"):
+            return following
+        if word.startswith("--config-dir="):
+            return word.partition("=")[2]
+    return None
+
+
 def unwritable(path: str | os.PathLike[str], error: OSError) -> ConfigError:
     """The error for a run folder that cannot be written: what, why, and what to type."""
     return ConfigError(
@@ -123,5 +133,9 @@ def unwritable(path: str | os.PathLike[str], error: OSError) -> ConfigError:
 def write_json(path: Path, plain: Any) -> None:
     """JSON under a temporary name first, so that nobody reads half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(plain, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(plain, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

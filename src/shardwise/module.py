@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from shardwise.errors import ConfigError
+
 IGNORED = -100
 """Target that counts for nothing, as in ``torch.nn.functional.cross_entropy``."""
 
@@ -49,6 +51,9 @@ class MeanLoss(Metric):
 
 class _Task(LightningModule):
     """A model, and metrics that are exact over all data-parallel ranks."""
+
+    logs_in_training = False
+    """``training_step`` logs nothing: the strategy knows the loss, and has nothing to put together over ranks."""
 
     def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0) -> None:
         super().__init__()
@@ -102,6 +107,7 @@ class Classification(_Task):
 
     def __init__(self, model: nn.Module, *, num_classes: int, label_smoothing: float = 0.0) -> None:
         super().__init__(model, label_smoothing=label_smoothing)
+        self.num_classes = num_classes
         for stage in ("val", "test"):
             accuracy = MulticlassAccuracy(num_classes=num_classes, average="micro", validate_args=False)
             self.measure(stage, loss=MeanLoss(), accuracy=accuracy)
@@ -111,18 +117,35 @@ class Classification(_Task):
         return batch[1].size(0)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, int]:  # type: ignore[override]
-        inputs, labels_B = batch
-        loss = F.cross_entropy(
-            wide(self.model(inputs)), labels_B, reduction="sum", label_smoothing=self.label_smoothing
-        )
-        return loss, labels_B.size(0)
+        _, loss = self._losses(batch, reduction="sum", label_smoothing=self.label_smoothing)
+        return loss, batch[1].size(0)
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        inputs, labels_B = batch
-        logits_BK = wide(self.model(inputs))
-        self.metric(stage, "loss").update(F.cross_entropy(logits_BK, labels_B, reduction="none"), labels_B.size(0))
+        labels_B = batch[1]
+        logits_BK, losses_B = self._losses(batch, reduction="none")
+        self.metric(stage, "loss").update(losses_B, labels_B.size(0))
         self.metric(stage, "accuracy").update(logits_BK, labels_B)
         self.log_stage(stage)
+
+    def _losses(self, batch: tuple[Tensor, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+        """Logits (B, K) and what ``cross_entropy`` makes of them."""
+        inputs, labels_B = batch
+        logits_BK = wide(self.model(inputs))
+        expected = (labels_B.size(0), self.num_classes)
+        if logits_BK.shape != expected:
+            raise ConfigError(
+                f"{type(self.model).__name__} returns {tuple(logits_BK.shape)} for a batch of {expected[0]}: "
+                f"{expected} is needed, a number for each of task.num_classes={self.num_classes}"
+            )
+        try:
+            return logits_BK, F.cross_entropy(logits_BK, labels_B, **options)
+        except IndexError as error:  # on a CPU; a GPU has its own words
+            low, high = int(labels_B.min()), int(labels_B.max())
+            wrong = high if high >= self.num_classes else low
+            raise ConfigError(
+                f"a label is {wrong}, but task.num_classes={self.num_classes} allows 0 to {self.num_classes - 1}: "
+                f"correct the data or the number"
+            ) from error
 
 
 class LanguageModel(_Task):

@@ -73,6 +73,11 @@ def run_job(job: Job) -> dict[str, Any]:
         exit_code, status = 0, "completed"
     except MisconfigurationException as error:
         raise ConfigError(f"Lightning refuses: {' '.join(str(error).split())}") from error
+    except RuntimeError as error:
+        if not str(error).startswith("Early stopping conditioned on metric"):
+            raise
+        text = str(error).splitlines()[0].partition(" Either add")[0]
+        raise ConfigError(f"{text} Type its name as callbacks.<name>.monitor=...") from error
     except OSError as error:
         ours = error.filename is None or str(error.filename).startswith(job.run_folder)
         if ours and error.errno in UNWRITABLE and not isinstance(error, ConfigError):

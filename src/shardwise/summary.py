@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.job import Job
+from shardwise.job import Job, config_dir
 from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, Steps
 
@@ -105,9 +105,10 @@ def start_command(job: Job) -> str:
     else:
         inside = sys.executable.startswith(os.getcwd() + os.sep)
         python = shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)
-    if len(job.command) > 1 and job.command[1].endswith(".py"):
-        return f"{python} {shlex.quote(job.command[1])}"
-    return f"{python} -m shardwise train"
+    script = len(job.command) > 1 and job.command[1].endswith(".py")
+    start = f"{python} {shlex.quote(job.command[1])}" if script else f"{python} -m shardwise train"
+    own = config_dir(job.command)
+    return start if own is None else f"{start} --config-dir {shlex.quote(own)}"
 
 
 def next_commands(job: Job) -> list[str]:

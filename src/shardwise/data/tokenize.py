@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -131,9 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{result.destination}: {result.train_tokens:,} training and {result.val_tokens:,} validation tokens,"
         f" vocabulary of {result.vocab_size:,}"
     )
-    print(
-        f"train on them with: python train.py task=language_model model=gpt data=tokens data.path={result.destination}"
-    )
+    # A window is its context and one token more.
+    context = min(1024, result.train_tokens - 1, *([result.val_tokens - 1] if result.val_tokens else []))
+    where = f"data.path={shlex.quote(str(result.destination))} data.context={max(context, 1)}"
+    print(f"train on them with: python train.py task=language_model model=gpt data=tokens {where}")
     return 0
 
 

@@ -35,7 +35,7 @@ from shardwise.parallel.state import (
     whole_model_state,
 )
 from shardwise.seeds import stable_seed
-from shardwise.strategies.logged import LoggedOnStep
+from shardwise.strategies.logged import LoggedOnStep, log_over_ranks
 from shardwise.strategies.micro_batches import batch_samples, split_batch
 from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
 from shardwise.strategies.process import MeshProcess
@@ -106,6 +106,8 @@ class MeshStrategy(MeshProcess):
         self.accelerator.setup(trainer)
         self._set_up_precision()
         module = self.lightning_module
+        if self.dp_group is not None:
+            log_over_ranks(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             _check_contract(module, trainer)
@@ -243,8 +245,9 @@ class MeshStrategy(MeshProcess):
         assert step is not None
         assert module is not None
         plugin = self.precision_plugin
-        logged = LoggedOnStep(module.trainer) if len(step.batches) > 1 else None
-        if logged is not None:
+        several = len(step.batches) > 1
+        logged = LoggedOnStep(module.trainer)
+        if several:
             logged.keep()
         weighted = plugin.pre_backward(step.weigh(0, closure_loss), module)
         plugin.backward(weighted, module, optimizer, *args, **kwargs)
@@ -253,17 +256,26 @@ class MeshStrategy(MeshProcess):
             hook, module._current_fx_name = module._current_fx_name, "training_step"
             loss = self._forward(step, index)
             module._current_fx_name = hook
-            if logged is not None:
-                logged.keep()
+            logged.keep()
             weighted = plugin.scale_loss(step.weigh(index, loss))
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
-        if logged is not None:
+        if several:
             logged.merge(step.shares())
+        if self._logs_now(module):
+            assert self.dp_group is not None
+            logged.over_ranks(step.count(), self.dp_group)
         correction = step.correction()
         if correction is not None:
             scale_gradients_(module.parameters(), correction)
         step.batches = []
         return plugin.post_backward(weighted, module)
+
+    def _logs_now(self, module: LightningModule) -> bool:
+        """Whether what the module has logged in this step is to be put together over ranks; all ranks agree."""
+        every: int = module.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.dp_group is None or not every or (module.trainer.global_step + 1) % every:
+            return False
+        return getattr(module, "logs_in_training", True)
 
     def global_loss(self) -> Tensor:
         """Mean loss of the last step over its global batch: 0-dim, float64. A collective."""

@@ -91,9 +91,13 @@ class Step:
             self._divisor = _not_zero(self.total) / self._dp_size
         return loss * (self._counts[index] / self._divisor).to(loss.dtype)
 
+    def count(self) -> Tensor:
+        """What all micro-batches of this rank count: 0-dim, float64."""
+        return torch.stack(self._counts).sum()
+
     def shares(self) -> list[Tensor]:
         """What each micro-batch counts, over what all of this rank's count: 0-dim, they add up to 1."""
-        whole = _not_zero(torch.stack(self._counts).sum())
+        whole = _not_zero(self.count())
         return [count / whole for count in self._counts]
 
     @property
