@@ -1,5 +1,6 @@
 """Fixtures for all tests: an isolated environment, a pool of live ranks, and `train.py` run as a user types it."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ def isolated(tmp_path: Path) -> Iterator[None]:
     A run that a test starts without naming an output folder writes below `tmp_path`.
     """
     environment, folder = dict(os.environ), os.getcwd()
+    handlers, level = list(logging.root.handlers), logging.root.level
     for name in list(os.environ):
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
             del os.environ[name]
@@ -46,6 +48,8 @@ def isolated(tmp_path: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # A handler that a test has brought in holds on to a stream that is closed with it.
+        logging.root.handlers[:], logging.root.level = handlers, level
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)

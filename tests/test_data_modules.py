@@ -499,6 +499,9 @@ def test_every_choice_names_a_module_and_arguments_it_has():
     }  # fmt: skip
     for name in names:
         values = load(name)
+        if name == "custom":
+            assert values == {"_target_": None}, "it is for a module of the user's"
+            continue
         module, _, kind = values.pop("_target_").rpartition(".")
         parameters = inspect.signature(getattr(importlib.import_module(module), kind)).parameters
         for key, value in values.items():
