@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.config import from_plain, to_plain
+from shardwise.config import from_plain
 from shardwise.data.digits import Digits
-from shardwise.job import make_job
+from shardwise.job import make_job, with_folder
 from shardwise.launch import warm_up
 from shardwise.models.convnet import ConvNet
 from shardwise.parallel.initialise import materialise
@@ -163,12 +163,12 @@ def shardwise_loop(processes: int, batch: int, width: int, output_root: str = "/
     world = World(1, processes, "cpu", launch, "benchmark")
     rank = int(os.environ.get("RANK", "0"))
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "bench")
+    job = make_job(config, world, experiment="bench", overrides=[], command=[], run_id=run_id)
     if rank == 0:
-        job = make_job(config, world, experiment="bench", overrides=[], command=[], run_id=run_id)
-    else:
-        from shardwise.job import Job
-
-        job = Job(to_plain(config), vars(world), run_id, f"{output_root}/bench/{run_id}")
+        job = with_folder(job)
+    else:  # as a launcher does before it starts the ranks
+        while not os.path.isdir(f"{job.run_folder}/ranks"):
+            time.sleep(0.01)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         run_job(job)
     return _steps(StepTimer.ends)

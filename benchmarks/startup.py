@@ -13,7 +13,10 @@ TRAIN = [sys.executable, str(ROOT / "train.py")]
 RUN = [*TRAIN, "trainer.max_steps=2", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0"]
 
 ARMS: dict[str, tuple[list[str], str | None]] = {
-    "import torch, pytorch_lightning": ([sys.executable, "-c", "import torch, pytorch_lightning"], None),
+    "import torch, pytorch_lightning": (
+        [sys.executable, "-c", "import torch, pytorch_lightning; print('imported', flush=True)"],
+        "imported",
+    ),
     "one device, logger=none": ([*RUN, "logger=none"], "formats after the first step"),
     "one device, logger=wandb (offline)": (
         [*RUN, "logger=wandb", "logger.mode=offline"],

@@ -115,9 +115,9 @@ def check_writable(root: str) -> None:
 
 def config_dir(command: Sequence[str]) -> str | None:
     """The folder of a user's own configuration files that a command names with ``--config-dir``."""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
+    for place, word in enumerate(command):
         if word in ("--config-dir", "-cd"):
-            return following
+            return command[place + 1] if place + 1 < len(command) else None
         if word.startswith("--config-dir="):
             return word.partition("=")[2]
     return None
