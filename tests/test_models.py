@@ -252,7 +252,7 @@ COUNTS = {
     "resnet50": ({"num_classes": 1000, "in_channels": 3}, 25_557_032),
     "vit_b_16": ({"num_classes": 1000, "image_size": 224}, 86_567_656),
     "vit": ({"num_classes": 10, "image_size": 8, "in_channels": 1}, 202e3),
-    "convnet": ({"num_classes": 10, "image_size": 8, "in_channels": 1}, 151e3),
+    "convnet": ({"num_classes": 10, "image_size": 8, "in_channels": 1}, 339e3),
     "mlp": ({"num_classes": 10, "image_size": 8, "in_channels": 1}, 85e3),
 }
 
@@ -269,7 +269,8 @@ def model_config() -> Callable[[str], dict]:
 
 
 def test_every_model_file_is_counted_here() -> None:
-    assert {path.stem for path in (CONF / "model").glob("*.yaml")} == set(COUNTS)
+    models = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"custom", "none"}  # a user's, or none at all
+    assert models == set(COUNTS)
 
 
 @pytest.mark.parametrize("choice", COUNTS)
