@@ -190,8 +190,11 @@ class RankPool:
         process, stack_file = self._ranks[rank].process, self._ranks[rank].stack_file
         with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(0.2)
-            return stack_file.read_text()
+            end = time.monotonic() + 3
+            while not (text := stack_file.read_text()) and time.monotonic() < end:
+                time.sleep(0.05)
+            time.sleep(0.2)  # it may still be writing
+            return stack_file.read_text() or text
         return ""
 
     def _kill(self) -> None:

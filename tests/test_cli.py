@@ -142,7 +142,13 @@ def test_the_help_page_needs_neither_hydra_nor_torch_and_fits_the_terminal() -> 
     page, _, last = run.stdout.rstrip().rpartition("\n")
     assert last == "set()"
     assert max(map(len, page.splitlines())) <= 120
-    for text in ("usage: python train.py", "ddp, fsdp, hsdp", "batch.global_size  [64]", "--cfg job", "HYDRA_FULL_ERROR"):
+    for text in (
+        "usage: python train.py",
+        "ddp, fsdp, hsdp",
+        "batch.global_size  [64]",
+        "--cfg job",
+        "HYDRA_FULL_ERROR",
+    ):
         assert text in page
 
 

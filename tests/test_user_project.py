@@ -182,7 +182,8 @@ def test_an_experiment_of_their_own_trains_alike_everywhere(project, tmp_path):
 
     # The folder repeats its run, given again where to look and what may be named.
     refused = train(project, tmp_path / "a", f"rerun={fsdp}", status=2)
-    assert refused.stderr.startswith("error: experiment=words: no such choice")
+    assert refused.stderr.startswith("error: rerun=")
+    assert "was typed with --config-dir conf, which is never taken from a folder" in refused.stderr
     train(project, tmp_path / "b", f"rerun={fsdp}", "--config-dir=conf")
     (again,) = [path.parent for path in (tmp_path / "b").rglob("result.json")]
     assert losses(again) == losses(fsdp)
