@@ -71,6 +71,8 @@ def serve(connection: multiprocessing.connection.Connection, stack_file: Path) -
     with contextlib.suppress(EOFError):
         while True:
             message = connection.recv_bytes()
+            # Lightning puts its own idea of the handler in place; registering again alone would change nothing.
+            faulthandler.unregister(signal.SIGUSR1)
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             connection.send_bytes(_answer(message))
             # The group stays until the parent has heard from every rank: one that finishes early would otherwise
