@@ -605,6 +605,7 @@ class _LogsByRank(_Logs):
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val/mean", batch.mean(), batch_size=len(batch))
+        self.log_dict({"val/same": batch.mean()}, batch_size=len(batch))
 
 
 def _logged_by_ranks(accumulate: int, dp_shard: int) -> dict[str, float]:
@@ -636,5 +637,6 @@ def test_what_a_module_logs_is_of_all_ranks_though_it_knows_of_none(
 ) -> None:
     first, second = pool.run(_logged_by_ranks, accumulate, dp_shard, world_size=2, init=False)
     expected = {"mean": pytest.approx(27 / 6), "largest": 9.0, "number": 6.0, "val/mean": pytest.approx(27 / 6)}
+    expected["val/same"] = expected["val/mean"]
     assert second == expected
     assert first == {**expected, "first": pytest.approx(4.0)}

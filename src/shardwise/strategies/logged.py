@@ -78,7 +78,8 @@ def log_over_ranks(module: LightningModule) -> None:
 
     def log_reduced(name: str, value: Any, *args: Any, **options: Any) -> None:
         if module._current_fx_name in EVALUATION and not isinstance(value, Metric):
-            options.setdefault("sync_dist", not options.get("rank_zero_only", False))
+            # log_dict passes a False of its own, so that one cannot be told from a typed one.
+            options["sync_dist"] = bool(options.get("sync_dist")) or not options.get("rank_zero_only", False)
         log(name, value, *args, **options)
 
     module.log = log_reduced  # type: ignore[method-assign]
