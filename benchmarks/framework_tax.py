@@ -5,7 +5,11 @@ loss read every ten steps. Every arm runs in fresh processes with one thread eac
 other; a ratio compares two arms of one round.
 """
 
+import contextlib
+import logging
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +18,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +29,8 @@ from shardwise.launch import warm_up
 from shardwise.models.convnet import ConvNet
 from shardwise.parallel.initialise import materialise
 from shardwise.resolve import World
+from shardwise.run import run_job
+from shardwise.signals import die_with_parent
 
 STEPS, SKIPPED = 60, 20
 """Optimizer steps of a run, and how many of them at its start are not measured."""
@@ -41,9 +48,9 @@ class StepTimer(pl.Callback):
         self.ends.append(time.perf_counter())
 
 
-def _steps(ends: list[float]) -> float:
+def median_step(ends: list[float], *, skipped: int = SKIPPED) -> float:
     """Median seconds of the measured steps."""
-    return statistics.median(b - a for a, b in zip(ends[SKIPPED:-1], ends[SKIPPED + 1 :], strict=True))
+    return statistics.median(b - a for a, b in zip(ends[skipped:-1], ends[skipped + 1 :], strict=True))
 
 
 def _model(width: int) -> nn.Module:
@@ -88,7 +95,7 @@ def by_hand(processes: int, batch: int, width: int) -> float:
         if step % 10 == 0:
             loss.item()
         ends.append(time.perf_counter())
-    return _steps(ends)
+    return median_step(ends)
 
 
 class _Module(pl.LightningModule):
@@ -126,19 +133,12 @@ def stock_lightning(processes: int, batch: int, width: int) -> float:
         enable_model_summary=False,
     )
     trainer.fit(_Module(width), torch.utils.data.DataLoader(dataset, batch_size=batch, shuffle=True, drop_last=True))
-    return _steps(StepTimer.ends)
+    return median_step(StepTimer.ends)
 
 
 def shardwise_loop(processes: int, batch: int, width: int, output_root: str = "/tmp") -> float:
     """The loop of ``train.py``: progress lines, metrics.jsonl and the run folder included."""
-    import contextlib
-    import os
-
-    from shardwise.run import run_job
-
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    config = from_plain(
+    run_quietly(
         {
             "output_root": output_root,
             "plugins": ["framework_tax"],
@@ -157,13 +157,20 @@ def shardwise_loop(processes: int, batch: int, width: int, output_root: str = "/
             "data": {"_target_": "shardwise.data.digits.Digits"},
             "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-3},
             "callbacks": {"timer": {"_target_": "framework_tax.StepTimer"}},
-        }
+        },
+        processes=processes,
     )
-    launch = "local" if processes > 1 else "in-process"
-    world = World(1, processes, "cpu", launch, "benchmark")
+    return median_step(StepTimer.ends)
+
+
+def run_quietly(plain: dict[str, Any], *, processes: int) -> None:
+    """Run a job in a process that is one of ``processes`` ranks already, and print nothing."""
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    world = World(1, processes, "cpu", "local" if processes > 1 else "in-process", "benchmark")
     rank = int(os.environ.get("RANK", "0"))
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "bench")
-    job = make_job(config, world, experiment="bench", overrides=[], command=[], run_id=run_id)
+    job = make_job(from_plain(plain), world, experiment="bench", overrides=[], command=[], run_id=run_id)
     if rank == 0:
         job = with_folder(job)
     else:  # as a launcher does before it starts the ranks
@@ -171,7 +178,6 @@ def shardwise_loop(processes: int, batch: int, width: int, output_root: str = "/
             time.sleep(0.01)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         run_job(job)
-    return _steps(StepTimer.ends)
 
 
 ARMS: dict[str, Callable[..., float]] = {
@@ -182,28 +188,41 @@ ARMS: dict[str, Callable[..., float]] = {
 
 
 def _arm(name: str, processes: int, batch: int, width: int, output_root: str) -> float:
-    import logging
-    import os
-    import sys
+    extra = {"output_root": output_root} if name == "shardwise" else {}
+    return ARMS[name](processes, batch, width, **extra)
 
-    import framework_tax
 
-    from shardwise.signals import die_with_parent
-
+def _obey(function: Callable[..., Any], arguments: tuple) -> Any:
     die_with_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.disable(logging.WARNING)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for the life of this process
-    extra = {"output_root": output_root} if name == "shardwise" else {}
-    # Through the module's own name, so that the timer's list is the one that the run fills.
-    return framework_tax.ARMS[name](processes, batch, width, **extra)
+    return function(*arguments)
+
+
+def in_fresh_processes(function: Callable[..., Any], *arguments: Any, processes: int, run_id: str) -> Any:
+    """What the first of ``processes`` new ranks returns from ``function``, which is a module's own."""
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="forkserver",
+    )
+    return elastic_launch(settings, _obey)(function, arguments)[0]
+
+
+def spread(times: list[float], base: list[float]) -> tuple[float, float, float]:
+    """Smallest, median and largest ratio of two arms within a round."""
+    ratios = sorted(a / b for a, b in zip(times, base, strict=True))
+    return ratios[0], statistics.median(ratios), ratios[-1]
 
 
 def measure(rounds: int, output_root: str) -> list[dict[str, Any]]:
     """A row for each size and number of processes: milliseconds of the hand-written step, and ratios to it."""
-    import framework_tax
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     warm_up()
     rows = []
     for processes in (1, 2):
@@ -211,23 +230,14 @@ def measure(rounds: int, output_root: str) -> list[dict[str, Any]]:
             times: dict[str, list[float]] = {name: [] for name in ARMS}
             for number in range(rounds):
                 for name in ARMS:
-                    settings = LaunchConfig(
-                        min_nodes=1,
-                        max_nodes=1,
-                        nproc_per_node=processes,
-                        run_id=f"{processes}-{sizes['width']}-{number}",
-                        rdzv_backend="c10d",
-                        rdzv_endpoint="localhost:0",
-                        max_restarts=0,
-                        start_method="forkserver",
-                    )
                     arguments = (name, processes, sizes["batch"], sizes["width"], output_root)
-                    times[name].append(elastic_launch(settings, framework_tax._arm)(*arguments)[0])
+                    run_id = f"{processes}-{sizes['width']}-{number}"
+                    seconds = in_fresh_processes(_arm, *arguments, processes=processes, run_id=run_id)
+                    times[name].append(seconds)
             row: dict[str, Any] = {"processes": processes, "size": size}
             row["hand ms"] = 1e3 * statistics.median(times["hand-written"])
             for name in ("shardwise", "stock Lightning"):
-                ratios = sorted(a / b for a, b in zip(times[name], times["hand-written"], strict=True))
-                row[name] = (ratios[0], statistics.median(ratios), ratios[-1])
+                row[name] = spread(times[name], times["hand-written"])
             rows.append(row)
             print(row, flush=True)
     return rows

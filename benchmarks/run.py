@@ -1,6 +1,6 @@
 """Measure everything that the README's table claims, and write ``RESULTS.md``: `make bench`.
 
-python benchmarks/run.py [--rounds 9] [--only startup|tax]
+python benchmarks/run.py [--rounds 9] [--only startup|tax|tp]
 """
 
 import argparse
@@ -25,10 +25,11 @@ def main() -> int:
     """Measure, print, write."""
     import framework_tax
     import startup
+    import tensor_parallel
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="times that every arm is run")
-    parser.add_argument("--only", choices=("startup", "tax"), help="one of the two")
+    parser.add_argument("--only", choices=("startup", "tax", "tp"), help="one of the three")
     options = parser.parse_args()
     packages = ("torch", "pytorch-lightning", "hydra-core", "wandb")
     lines = [
@@ -39,7 +40,7 @@ def main() -> int:
         f"Every figure is a ratio within one round: the median of {options.rounds} rounds (smallest to largest).",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        if options.only != "tax":
+        if options.only in (None, "startup"):
             lines += [
                 "",
                 "## Start",
@@ -49,13 +50,26 @@ def main() -> int:
             ]
             for row in startup.measure(options.rounds, folder):
                 lines.append(f"| {row['command']} | {row['seconds']:.2f} | {_spread(row['ratio'])} |")
-        if options.only != "startup":
+        if options.only in (None, "tax"):
             lines += ["", "## Framework tax", "", "Time per optimizer step over a hand-written PyTorch loop.", ""]
             lines += ["| processes | step | by hand, ms | shardwise | stock Lightning |", "|---|---|---|---|---|"]
             for row in framework_tax.measure(options.rounds, folder):
                 lines.append(
                     f"| {row['processes']} | {row['size']} | {row['hand ms']:.1f} | {_spread(row['shardwise'])} "
                     f"| {_spread(row['stock Lightning'])} |"
+                )
+        if options.only in (None, "tp"):
+            arms = ("shardwise", "stock Lightning", "stock styles")
+            lines += ["", "## Tensor parallelism", "", "Time per optimizer step over PyTorch by hand, one GPT.", ""]
+            lines += [
+                "| strategy | processes | step | by hand, ms | shardwise | Lightning's ModelParallelStrategy "
+                "| PyTorch's stock styles |",
+                "|---|---|---|---|---|---|---|",
+            ]
+            for row in tensor_parallel.measure(options.rounds, folder):
+                ratios = " | ".join(_spread(row[arm]) if arm in row else "none" for arm in arms)
+                lines.append(
+                    f"| {row['layout']} | {row['processes']} | {row['size']} | {row['hand ms']:.1f} | {ratios} |"
                 )
     text = "\n".join(lines) + "\n"
     print(text)

@@ -50,10 +50,21 @@ def expected_refusal(strategy: str, precision: str, nodes: int, devices: int, *,
     """What the message has to say, or None where everything is right; in the order of the rules."""
     if precision == "16-mixed" and accelerator == "cpu":
         return "precision=16-mixed needs a GPU"
-    if strategy == "hsdp" and nodes == 1:
-        return f"strategy=hsdp on {devices} ranks comes out as dp_shard {devices}"
-    if 64 % (nodes * devices):
-        return f"batch.global_size=64 does not divide over {nodes * devices} data-parallel ranks"
+    if strategy == "tp" and nodes > 1:
+        return "strategy=tp splits layers inside one node"
+    tp = {"tp": devices, "ddp+tp": 2, "fsdp+tp": 2, "hybrid": 2}.get(strategy, 1)
+    if nodes > 1 and strategy in ("ddp+tp", "fsdp+tp"):
+        tp = devices
+    dp_size = nodes * devices // tp
+    if strategy in ("hsdp", "hybrid") and nodes == 1:
+        shown = [f"dp_shard {dp_size}"] * (dp_size > 1) + [f"tp {tp}"] * (tp > 1)
+        return f"strategy={strategy} on {devices} ranks comes out as {' x '.join(shown)}: "
+    if strategy == "hybrid" and devices == 2:
+        return f"strategy=hybrid on {2 * nodes} ranks comes out as dp_replicate {nodes} x tp 2: "
+    if "+tp" in strategy and dp_size == 1:
+        return f"strategy={strategy} on 2 ranks comes out as tp 2: "
+    if 64 % dp_size:
+        return f"batch.global_size=64 does not divide over {dp_size} data-parallel ranks"
     return None
 
 

@@ -48,7 +48,10 @@ def test_a_misspelt_group_or_choice_names_the_nearest(group: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("strategy=fsdpp", "strategy=fsdpp: no such choice; did you mean 'fsdp'? (strategy=ddp|fsdp|hsdp)"),
+        (
+            "strategy=fsdpp",
+            "strategy=fsdpp: no such choice; did you mean 'fsdp'? (strategy=ddp|ddp+tp|fsdp|fsdp+tp|hsdp|hybrid|tp)",
+        ),
         ("trainer.devices=two", "trainer.devices=two: a whole number or auto is needed"),
         ("trainer.devices=1.5", "trainer.devices=1.5: a whole number or auto is needed"),
         ("trainer.devices=[0,1]", "trainer.devices=[0, 1]: a whole number or auto is needed"),

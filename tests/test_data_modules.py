@@ -1,6 +1,8 @@
 """The shipped data modules, on real data or on tiny files in the very formats, and what they say about bad input."""
 
 import gzip
+import hashlib
+import http.server
 import importlib
 import inspect
 import itertools
@@ -10,6 +12,7 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -300,6 +303,105 @@ def test_bad_text_arguments(tmp_path):
             Text.check_arguments(**arguments)
     with pytest.raises(ConfigError, match=r"data\.context=8 is too long for the 5 tokens of training text"):
         ready(Text(path=str(tmp_path), context=8))
+
+
+TEXTS = {"/a/input.txt": b"to be or not to be, " * 50, "/b/input.txt": b"abc" * 300, "/cut.txt": b"cut short"}
+
+
+class Texts(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        text = TEXTS.get(self.path)
+        if text is None:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text) + (self.path == "/cut.txt")))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An HTTP server on this machine; `server.url` and the paths `server.asked` for."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Texts) as server:
+        server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_text_is_downloaded_once_and_not_before_prepare_data(tmp_path, server):
+    url, text = f"{server.url}/a/input.txt", TEXTS["/a/input.txt"]
+    given = {"url": url, "sha256": hashlib.sha256(text).hexdigest().upper(), "download_folder": str(tmp_path / "data")}
+    Text.check_arguments(**given)
+    data = Text(**given)
+    assert getattr(data, "vocab_size", None) is None, "model.vocab_size=auto has to wait for the download"
+    assert server.asked == []
+    ready(data)
+    assert data.vocab_size == len(set(text))
+    parts = [data.decode(part.tolist()) for part in (data.train_set.parts[0], data.val_set.parts[0])]
+    assert "".join(parts).encode() == text
+    assert Text(**given).vocab_size == data.vocab_size, "known before the start once it is there"
+    ready(Text(**given))
+    ready(Text(**given | {"sha256": None}))
+    assert server.asked == ["/a/input.txt"]
+    (file,) = (tmp_path / "data").iterdir()
+    file.write_bytes(b"damaged")
+    assert ready(Text(**given)).vocab_size == data.vocab_size
+    assert len(server.asked) == 2
+
+
+def test_downloads_of_one_name_do_not_mix_and_a_path_needs_none(tmp_path, server):
+    folder = str(tmp_path / "data")
+    sizes = [ready(Text(url=f"{server.url}/{k}/input.txt", download_folder=folder)).vocab_size for k in "ab"]
+    assert sizes == [len(set(TEXTS[f"/{k}/input.txt"])) for k in "ab"]
+    (tmp_path / "own.txt").write_text("xy" * 500)
+    own = ready(Text(path=str(tmp_path / "own.txt"), url=f"{server.url}/gone.txt", sha256="0" * 64))
+    assert own.vocab_size == 2
+    assert len(server.asked) == 2
+
+
+def test_failed_downloads_of_a_text_are_explained(tmp_path, server):
+    folder = tmp_path / "data"
+    (tmp_path / "file").write_text("")
+    with http.server.HTTPServer(("127.0.0.1", 0), Texts) as closed:
+        nobody = f"http://127.0.0.1:{closed.server_address[1]}"
+    for url, more, reason in (
+        (f"{nobody}/a/input.txt", {}, "Connection refused"),
+        (f"{server.url}/gone.txt", {}, "404"),
+        (f"{server.url}/gone.txt?key=private", {}, "404"),
+        (f"{server.url}/cut.txt", {}, "IncompleteRead"),
+        (f"{server.url}/b/input.txt", {"sha256": "0" * 64}, "its sha256 is .*, expected 0000"),
+        (f"{server.url}/b/input.txt", {"download_folder": str(tmp_path / "file")}, "File exists"),
+    ):
+        data = Text(**{"url": url, "download_folder": str(folder)} | more)
+        shown = re.escape(url.partition("?")[0])
+        with pytest.raises(ConfigError, match=rf"^{shown} could not be downloaded to {tmp_path}.*{reason}") as info:
+            data.prepare_data()
+        assert "download the file yourself and type data.path=" in str(info.value)
+        assert "\n" not in str(info.value)
+        assert "private" not in str(info.value)
+        assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_bad_addresses_of_a_text():
+    for arguments, message in (
+        ({"url": "file:///etc/passwd"}, r"data\.url=file:///etc/passwd is no address of a text: use http"),
+        ({"url": "input.txt"}, r"data\.url=input\.txt is no address"),
+        ({"url": "https://me:private@host/a.txt"}, r"data\.url=https://host/a\.txt is no address"),
+        ({"url": "https://host"}, r"data\.url=https://host is no address"),
+        ({"url": "https://host/a.txt", "sha256": "86c4"}, r"data\.sha256=86c4 is no checksum"),
+        ({"sha256": "0" * 64}, r"data\.sha256=0+ checks a download, and there is none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Text.check_arguments(**arguments)
 
 
 @pytest.mark.parametrize("vocab_size", [50, 70_000])

@@ -13,7 +13,8 @@ from pool import RankPool
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT
 from shardwise.models.mlp import MLP
-from shardwise.parallel.fsdp import sharding_blocks
+from shardwise.parallel.blocks import repeated_blocks
+from shardwise.parallel.fsdp import self_contained
 from shardwise.parallel.initialise import materialise
 from shardwise.seeds import stable_seed
 from training import build_module, make_trainer, on_layout, shares, train, whole
@@ -152,8 +153,9 @@ class Shared(nn.Module):
 
 def test_blocks_are_found_once_and_never_split_a_shared_parameter() -> None:
     model = Shared(tie=False)
-    assert sharding_blocks(model) == [model.twice[0], *model.others]
+    assert repeated_blocks(model) == [model.twice[0], *model.others]
     model = Shared(tie=True)
-    assert sharding_blocks(model) == [model.twice[0], model.others[1]]
+    assert repeated_blocks(model) == [model.twice[0], *model.others]
+    assert self_contained(repeated_blocks(model), model) == [model.twice[0], model.others[1]]
     gpt = GPT(11, context=4, n_layer=3, width=8, n_head=2, tie_embeddings=True)
-    assert sharding_blocks(gpt) == list(gpt.blocks)
+    assert repeated_blocks(gpt) == list(gpt.blocks)

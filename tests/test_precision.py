@@ -145,7 +145,7 @@ def scaled(layout: str, broken: bool) -> tuple[Record, list[float], bool]:
 
     callbacks = [recorder, Watch(), *([BrokenOnce()] if broken else [])]
     trainer = make_trainer(layout, callbacks=callbacks, max_steps=4, accumulate=2, gradient_clip_val=0.5)
-    trainer.strategy.precision_plugin = mesh_precision("16-mixed", device_type="cpu", sharded="fsdp" in layout)
+    trainer.strategy.precision_plugin = mesh_precision("16-mixed", device_type="cpu", autocast="fsdp" not in layout)
     torch.manual_seed(11)
     trainer.fit(build_module("plain"), shares("plain", 4))
     skipped = all(
@@ -186,4 +186,4 @@ def test_scaler_and_clipping_survive_the_next_call_of_the_trainer() -> None:
 def test_unknown_precisions_are_refused() -> None:
     for name in ("16-true", "transformer-engine"):
         with pytest.raises(ConfigError, match=f"precision='{name}' is not supported: 32-true"):
-            mesh_precision(name, device_type="cpu", sharded=False)
+            mesh_precision(name, device_type="cpu", autocast=True)

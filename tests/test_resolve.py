@@ -13,6 +13,10 @@ DEGREES = {
     "ddp": {"dp_replicate": -1},
     "fsdp": {"name": "fsdp", "dp_shard": -1},
     "hsdp": {"name": "hsdp", "dp_replicate": "nodes", "dp_shard": -1},
+    "tp": {"name": "tp", "tp": "devices"},
+    "ddp+tp": {"name": "ddp+tp", "dp_replicate": -1, "tp": "auto"},
+    "fsdp+tp": {"name": "fsdp+tp", "dp_shard": -1, "tp": "auto"},
+    "hybrid": {"name": "hybrid", "dp_replicate": "nodes", "dp_shard": -1, "tp": 2},
 }
 """What the files of conf/strategy say."""
 
@@ -118,29 +122,49 @@ def test_a_size_that_does_not_divide_lists_the_nearest(batch: dict, dp: int, sai
 @pytest.mark.parametrize(
     ("strategy", "typed", "size", "nodes", "shape"),
     [
-        ("ddp", {}, 1, 1, (1, 1)),
-        ("ddp", {}, 4, 1, (4, 1)),
-        ("ddp", {}, 4, 2, (4, 1)),
-        ("fsdp", {}, 1, 1, (1, 1)),
-        ("fsdp", {}, 4, 2, (1, 4)),
-        ("hsdp", {}, 4, 2, (2, 2)),
-        ("hsdp", {}, 128, 16, (16, 8)),
-        ("hsdp", {"dp_replicate": 2}, 4, 1, (2, 2)),
-        ("hsdp", {"dp_replicate": 4}, 8, 2, (4, 2)),
-        ("hsdp", {"dp_replicate": -1, "dp_shard": 2}, 8, 2, (4, 2)),
-        ("fsdp", {"dp_shard": 4}, 4, 1, (1, 4)),
+        ("ddp", {}, 1, 1, (1, 1, 1)),
+        ("ddp", {}, 4, 1, (4, 1, 1)),
+        ("ddp", {}, 4, 2, (4, 1, 1)),
+        ("fsdp", {}, 1, 1, (1, 1, 1)),
+        ("fsdp", {}, 4, 2, (1, 4, 1)),
+        ("hsdp", {}, 4, 2, (2, 2, 1)),
+        ("hsdp", {}, 128, 16, (16, 8, 1)),
+        ("hsdp", {"dp_replicate": 2}, 4, 1, (2, 2, 1)),
+        ("hsdp", {"dp_replicate": 4}, 8, 2, (4, 2, 1)),
+        ("hsdp", {"dp_replicate": -1, "dp_shard": 2}, 8, 2, (4, 2, 1)),
+        ("fsdp", {"dp_shard": 4}, 4, 1, (1, 4, 1)),
+        ("tp", {}, 4, 1, (1, 1, 4)),
+        ("ddp+tp", {}, 8, 1, (4, 1, 2)),
+        ("ddp+tp", {}, 8, 2, (2, 1, 4)),
+        ("fsdp+tp", {}, 4, 1, (1, 2, 2)),
+        ("fsdp+tp", {}, 16, 2, (1, 2, 8)),
+        ("fsdp+tp", {"tp": 4}, 16, 2, (1, 4, 4)),
+        ("hybrid", {}, 16, 2, (2, 4, 2)),
+        ("hybrid", {"dp_replicate": 2}, 8, 1, (2, 2, 2)),
     ],
 )
-def test_degrees(strategy: str, typed: dict, size: int, nodes: int, shape: tuple[int, int]) -> None:
+def test_degrees(strategy: str, typed: dict, size: int, nodes: int, shape: tuple[int, int, int]) -> None:
     dims = find_dims(config(strategy, typed), world(size, nodes=nodes))
-    assert (dims.dp_replicate, dims.dp_shard) == shape
-    assert dims.dp_size == size
+    assert (dims.dp_replicate, dims.dp_shard, dims.tp) == shape
+    assert dims.dp_size == size // dims.tp
+    # Ranks that split a layer between them are neighbours, and see the same samples.
+    assert [dims.dp_rank(rank) for rank in range(size)] == [rank // dims.tp for rank in range(size)]
+    assert {(dims.dp_rank(r), dims.tp_rank(r)) for r in range(size)} == {
+        (dp, tp) for dp in range(dims.dp_size) for tp in range(dims.tp)
+    }
+
+
+def test_tensor_parallelism_stays_in_a_node() -> None:
+    with pytest.raises(ConfigError, match=r"^strategy=tp splits layers inside one node, .*num_nodes=2: .*=fsdp\+tp$"):
+        find_dims(config("tp"), world(4, nodes=2))
+    with pytest.raises(ConfigError, match=r"^strategy=tp splits layers inside one node"):
+        resolve(config("tp", trainer={"num_nodes": 2}), environ={}, gpus=0)
 
 
 @pytest.mark.parametrize(
     ("strategy", "typed", "size", "said"),
     [
-        ("ddp", {"dp_replicate": 3}, 4, "dp_replicate 3 x dp_shard 1 makes 3 ranks, but there are 4; type trainer.dev"),
+        ("ddp", {"dp_replicate": 3}, 4, "dp_replicate 3 makes 3 ranks, but there are 4; type trainer.devices=3"),
         ("fsdp", {"dp_replicate": 3}, 4, "dp_replicate 3 does not divide the 4 ranks; type a degree out of 1, 2, 4"),
         ("ddp", {"dp_shard": -1}, 4, "strategy.dp_replicate=-1 and strategy.dp_shard=-1: only one degree can be -1"),
         ("ddp", {"dp_shard": 0}, 4, "strategy.dp_shard=0: a degree is a positive number, or -1"),
@@ -155,7 +179,7 @@ def test_degrees(strategy: str, typed: dict, size: int, nodes: int, shape: tuple
             "hsdp",
             {},
             1,
-            "strategy=hsdp on 1 rank comes out as one device: type trainer.devices=4 ",
+            "strategy=hsdp on 1 rank comes out as one device: type trainer.devices=4 strategy.dp_replicate=2, or ",
         ),
         (
             "hsdp",
@@ -167,8 +191,23 @@ def test_degrees(strategy: str, typed: dict, size: int, nodes: int, shape: tuple
             "hsdp",
             {},
             4,
-            "strategy=hsdp on 4 ranks comes out as dp_shard 4: type strategy.dp_replicate=2",
+            "strategy=hsdp on 4 ranks comes out as dp_shard 4: type strategy.dp_replicate=2, or strategy=fsdp",
         ),
+        ("tp", {}, 1, "strategy=tp on 1 device splits nothing: type trainer.devices=2, or strategy=ddp"),
+        ("fsdp+tp", {}, 1, "strategy=fsdp.tp on 1 device splits nothing: type trainer.devices=4, or strategy=ddp"),
+        ("fsdp+tp", {}, 2, "strategy=fsdp.tp on 2 ranks comes out as tp 2: type trainer.devices=4, or strategy=tp"),
+        (
+            "ddp+tp",
+            {"tp": 4},
+            4,
+            "strategy=ddp.tp on 4 ranks comes out as tp 4: type trainer.devices=8, or strategy=tp",
+        ),
+        ("tp", {"tp": 4}, 2, "strategy.tp=4 does not divide the 2 devices of a node.*: type strategy.tp=2"),
+        ("fsdp+tp", {"tp": 3}, 8, "strategy.tp=3 does not divide the 8 devices of a node.*: type strategy.tp=2.4.8$"),
+        ("tp", {"tp": 2}, 4, "tp 2 makes 2 ranks, but there are 4; type trainer.devices=2, or -1"),
+        ("fsdp", {"tp": 2}, 4, "strategy=fsdp on 4 ranks comes out as dp_shard 2 x tp 2: type strategy=fsdp.tp"),
+        ("hybrid", {}, 8, "comes out as dp_shard 4 x tp 2: type strategy.dp_replicate=2, or strategy=fsdp.tp"),
+        ("hybrid", {}, 4, "dp_shard 2 x tp 2: type trainer.devices=8 strategy.dp_replicate=2, or strategy=fsdp.tp"),
     ],
 )
 def test_degrees_that_are_not_what_the_name_promises(strategy: str, typed: dict, size: int, said: str) -> None:
@@ -187,6 +226,13 @@ def test_degrees_that_are_not_what_the_name_promises(strategy: str, typed: dict,
         ("ddp", {"dp_replicate": 3}, 0, 3, "local"),
         ("ddp", {}, 8, 8, "local"),
         ("fsdp", {}, 1, 1, "in-process"),
+        ("tp", {}, 0, 2, "local"),
+        ("tp", {"tp": 4}, 0, 4, "local"),
+        ("ddp+tp", {}, 0, 4, "local"),
+        ("fsdp+tp", {}, 0, 4, "local"),
+        ("fsdp+tp", {"tp": 4}, 0, 8, "local"),
+        ("fsdp+tp", {}, 8, 8, "local"),
+        ("hybrid", {}, 0, 8, "local"),
     ],
 )
 def test_devices_auto_takes_all_gpus_or_the_fewest_that_the_strategy_needs(

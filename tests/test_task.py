@@ -99,7 +99,7 @@ def test_losses_that_are_no_numbers_show() -> None:
 
 def test_a_low_format_of_the_model_leaves_the_sums_alone() -> None:
     module: Any = build_module("mlp")
-    mesh_precision("bf16-true", device_type="cpu", sharded=False).convert_module(module)
+    mesh_precision("bf16-true", device_type="cpu", autocast=True).convert_module(module)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     metric = module.metric("val", "loss")
     for _ in range(1000):

@@ -22,14 +22,26 @@ from shardwise.models.mlp import MLP
 from shardwise.models.vit import ViT
 from shardwise.module import IGNORED, Classification, LanguageModel
 from shardwise.optim import build_optimizer
+from shardwise.parallel.dims import ParallelDims
 from shardwise.strategies import MeshStrategy
 
 GLOBAL_SIZE = 16
 CONTEXT = 8
 VOCABULARY = 19
-LAYOUTS: dict[str, tuple[int, int]] = {"one": (1, 1), "ddp2": (2, 1), "fsdp2": (1, 2), "ddp4": (4, 1), "fsdp4": (1, 4)}
-LAYOUTS |= {"hsdp4": (2, 2)}
-"""Name -> (dp_replicate, dp_shard)."""
+LAYOUTS = {
+    "one": ParallelDims(),
+    "ddp2": ParallelDims(dp_replicate=2),
+    "fsdp2": ParallelDims(dp_shard=2),
+    "ddp4": ParallelDims(dp_replicate=4),
+    "fsdp4": ParallelDims(dp_shard=4),
+    "hsdp4": ParallelDims(dp_replicate=2, dp_shard=2),
+    "tp2": ParallelDims(tp=2),
+    "tp4": ParallelDims(tp=4),
+    "ddp+tp4": ParallelDims(dp_replicate=2, tp=2),
+    "fsdp+tp4": ParallelDims(dp_shard=2, tp=2),
+    "hybrid8": ParallelDims(dp_replicate=2, dp_shard=2, tp=2),
+}
+"""Name (with the number of ranks) -> degrees."""
 
 
 @dataclass
@@ -49,14 +61,13 @@ class Record:
 
 
 def world_size(layout: str) -> int:
-    replicas, shards = LAYOUTS[layout]
-    return replicas * shards
+    return LAYOUTS[layout].world_size
 
 
-def dp_place() -> tuple[int, int]:
-    """This process's data-parallel rank and size."""
+def dp_place(tp: int = 1) -> tuple[int, int]:
+    """This process's data-parallel rank and size where ``tp`` ranks work on the same samples."""
     if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        return dist.get_rank() // tp, dist.get_world_size() // tp
     return 0, 1
 
 
@@ -108,11 +119,11 @@ def build_module(kind: str) -> pl.LightningModule:
         if kind.startswith("gpt"):
             tied, dropout = "tied" in kind, 0.2 if "dropout" in kind else 0.0
             model = GPT(
-                VOCABULARY, context=CONTEXT, n_layer=2, n_head=2, width=16, multiple_of=8, tie_embeddings=tied,
+                VOCABULARY, context=CONTEXT, n_layer=2, n_head=4, width=16, multiple_of=8, tie_embeddings=tied,
                 dropout=dropout,
             )  # fmt: skip
         elif kind == "vit":
-            model = ViT(10, image_size=8, in_channels=1, patch_size=4, n_layer=2, n_head=2, width=16)
+            model = ViT(10, image_size=8, in_channels=1, patch_size=4, n_layer=2, n_head=4, width=16)
         elif kind == "convnet":
             model = ConvNet(10, in_channels=1, image_size=8, width=3)
         elif kind == "mlp":
@@ -147,8 +158,8 @@ class Shares(Dataset):
 
     deterministic = True
 
-    def __init__(self, kind: str, steps: int) -> None:
-        rank, size = dp_place()
+    def __init__(self, kind: str, steps: int, tp: int = 1) -> None:
+        rank, size = dp_place(tp)
         part = slice(rank * GLOBAL_SIZE // size, (rank + 1) * GLOBAL_SIZE // size)
         self.batches = [tuple(t[part] for t in global_batch(kind, step)) for step in range(steps)]
 
@@ -159,12 +170,12 @@ class Shares(Dataset):
         return self.batches[index]
 
 
-def shares(kind: str, steps: int) -> DataLoader:
-    return DataLoader(Shares(kind, steps), batch_size=None)
+def shares(kind: str, steps: int, *, tp: int = 1) -> DataLoader:
+    return DataLoader(Shares(kind, steps, tp), batch_size=None)
 
 
-def digits(*, global_size: int = 64, eval_batch_size: int = 128) -> ShardedDataModule:
-    rank, size = dp_place()
+def digits(*, global_size: int = 64, eval_batch_size: int = 128, tp: int = 1) -> ShardedDataModule:
+    rank, size = dp_place(tp)
     return ShardedDataModule(
         Digits(), seed=3, global_size=global_size, eval_batch_size=eval_batch_size, dp_rank=rank, dp_size=size
     )
@@ -203,7 +214,7 @@ class Recorder(pl.Callback):
 
 def make_trainer(layout: str, *, callbacks: Any = (), accumulate: int = 1, strategy: Any = None, **options: Any) -> Any:
     """A Trainer around MeshStrategy that says nothing and writes nothing, unless told to."""
-    replicas, shards = LAYOUTS[layout]
+    dims = LAYOUTS[layout]
     for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings(
@@ -214,8 +225,8 @@ def make_trainer(layout: str, *, callbacks: Any = (), accumulate: int = 1, strat
     quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
     return pl.Trainer(
         accelerator="cpu",
-        devices=replicas * shards,
-        strategy=MeshStrategy(dp_replicate=replicas, dp_shard=shards, **strategy),
+        devices=dims.world_size,
+        strategy=MeshStrategy(**dims.shape, **strategy),
         callbacks=list(callbacks),
         use_distributed_sampler=False,
         **{**quiet, **options},
@@ -232,16 +243,16 @@ def train(
     seed_by_rank: bool = False,
 ) -> Record:
     """Train; `observe(trainer, module)` is called after the end for `Record.kinds`."""
-    rank, _ = dp_place()
+    rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(11 + (rank * 7 if seed_by_rank else 0))
     module = build_module(kind)
     recorder = Recorder()
     options = {"precision": "64-true", "gradient_clip_val": 0.5, "max_steps": steps, **(options or {})}
     trainer = make_trainer(layout, callbacks=[recorder], accumulate=accumulate, **options)
     if kind == "convnet":
-        trainer.fit(module, datamodule=digits())
+        trainer.fit(module, datamodule=digits(tp=LAYOUTS[layout].tp))
     else:
-        trainer.fit(module, shares(kind, steps))
+        trainer.fit(module, shares(kind, steps, tp=LAYOUTS[layout].tp))
     record = recorder.record
     record.kinds = observe(trainer, module) if observe else {}
     record.kinds["digest"] = sum(float(t.double().abs().sum()) for t in record.end.values())

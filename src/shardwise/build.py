@@ -4,7 +4,9 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -21,6 +23,8 @@ from shardwise.errors import ConfigError
 from shardwise.job import Job
 from shardwise.models.batch_norm import batch_statistics_layers
 from shardwise.optim import build_optimizer, build_scheduler
+from shardwise.parallel.dims import ParallelDims
+from shardwise.parallel.layout import Layout, check_layout
 from shardwise.progress import ShowProgress, StepMetrics
 from shardwise.resolve import Resolved, Steps
 from shardwise.seeds import stable_seed
@@ -29,11 +33,15 @@ from shardwise.strategies import MeshStrategy
 from shardwise.summary import StartUp
 from shardwise.tracking import JsonlLogger
 
+STAND_INS = {"vocab_size": 4096, "num_classes": 16}
+"""Sizes that only loaded data tell, and on which no split of a layer depends."""
 
-def check_slots(config: Config) -> None:
+
+def check_slots(config: Config, dims: ParallelDims | None = None) -> None:
     """Whether everything that is plugged in exists, is of its slot's kind and takes its arguments; starts nothing.
 
-    The model is built on the meta device where the data module says enough before it has loaded anything.
+    The model is built on the meta device where the data module says enough before it has loaded anything, and its plan
+    is checked against the degrees of the mesh.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -60,6 +68,24 @@ def check_slots(config: Config) -> None:
         model = config.model.get("_target_") and find_target("model", config.model, plugins=plugins)
         if hasattr(model, "init_parameter"):
             build_model(config, data)
+    if dims is not None and dims.tp > 1:
+        _check_plan(config, data, dims)
+
+
+def _check_plan(config: Config, data: Any, dims: ParallelDims) -> None:
+    """Whether the model can be split so; where it cannot be built yet, its ranks will find out."""
+    known = {key: STAND_INS[key] for key in STAND_INS if getattr(data, key, None) is None}
+    try:
+        with torch.device("meta"), seeded(0):
+            task = _build_task(config, SimpleNamespace(inner=data, **known) if known else data)
+    except Exception:  # a user's code need not know the meta device, and what is not known is not there
+        return
+    check_layout(task, layout_of(config), dims)
+
+
+def layout_of(config: Config) -> Layout:
+    """How the configuration wants the model laid out."""
+    return Layout(**{name.name: getattr(config.strategy, name.name) for name in fields(Layout)})
 
 
 def _check_task(config: Config) -> None:
@@ -131,17 +157,20 @@ def build_model(config: Config, data: Any) -> nn.Module | None:
 
 def build_task(resolved: Resolved, data: Any, steps: Steps) -> pl.LightningModule:
     """The LightningModule, with optimizer and schedule from the configuration unless it brings its own."""
-    config = resolved.config
-    target = find_target("task", config.task, plugins=config.plugins)
-    given = fill_auto(arguments(config.task), data, where="task")
     # Whatever is drawn while they are constructed is drawn alike on every rank.
-    with seeded(stable_seed(config.seed, "init")):
-        model = build_model(config, data)
-        task = build(target, given, where="task", **({} if model is None else {"model": model}))
+    with seeded(stable_seed(resolved.config.seed, "init")):
+        task: Any = _build_task(resolved.config, data)
     if is_overridden("configure_optimizers", task):
         return task
     task.configure_optimizers = _optimizers(task, resolved, steps)
     return task
+
+
+def _build_task(config: Config, data: Any) -> pl.LightningModule:
+    target = find_target("task", config.task, plugins=config.plugins)
+    given = fill_auto(arguments(config.task), data, where="task")
+    model = build_model(config, data)
+    return build(target, given, where="task", **({} if model is None else {"model": model}))
 
 
 def _optimizers(task: pl.LightningModule, resolved: Resolved, steps: Steps) -> Callable[[], Any]:
@@ -171,9 +200,11 @@ def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence
     strategy = MeshStrategy(
         dp_replicate=resolved.dims.dp_replicate,
         dp_shard=resolved.dims.dp_shard,
+        tp=resolved.dims.tp,
+        **vars(layout_of(config)),
+        check_replicas_every_n_steps=config.strategy.check_replicas_every_n_steps,
         accumulate=resolved.batch.accumulate,
         seed=config.seed,
-        reshard_after_forward=config.strategy.reshard_after_forward,
         defer_gradient_sync=config.strategy.defer_gradient_sync,
         find_unused_parameters=config.strategy.find_unused_parameters,
         start_timeout=config.launch.start_timeout,

@@ -159,7 +159,7 @@ def check_plugged_in(resolved: Resolved) -> None:
         warm_up()
     from shardwise.build import check_slots
 
-    check_slots(config)
+    check_slots(config, resolved.dims)
 
 
 def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,16 @@ from shardwise.errors import ConfigError
 PLUGGED_IN = ("model", "data", "task", "optimizer", "callbacks", "logger")
 """Slots whose content is the user's; everything else is checked against the dataclasses below."""
 
-STRATEGIES = ("ddp", "fsdp", "hsdp")
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "ddp": ("dp_replicate",),
+    "fsdp": ("dp_shard",),
+    "hsdp": ("dp_replicate", "dp_shard"),
+    "tp": ("tp",),
+    "ddp+tp": ("dp_replicate", "tp"),
+    "fsdp+tp": ("dp_shard", "tp"),
+    "hybrid": ("dp_replicate", "dp_shard", "tp"),
+}
+"""Strategy -> the mesh axes that have to come out above 1, and no others. Its degrees stand in its YAML file."""
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
 
@@ -138,8 +147,25 @@ class StrategyConfig:
     """Replicas whose gradients are all-reduced; -1 takes the remaining ranks, ``nodes`` makes one replica a node."""
     dp_shard: int = 1
     """Ranks over which parameters, gradients and optimizer state are sharded; -1 takes the remaining ranks."""
+    tp: int | str = field(default=1, metadata=limits("auto", "devices"))
+    """Ranks that split each layer between them (tensor parallelism), all in one node; -1 takes the remaining ranks,
+    ``devices`` all of a node, ``auto`` all of a node where there are several nodes, else 2."""
+    sequence_parallel: bool | None = None
+    """Split activations along the sequence between the split layers; null: where the model's plan allows."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """Module-name pattern -> style, such as ``"blocks.*.attn.q": colwise``; empty: the model's own plan."""
+    activation_checkpointing: str = field(default="none", metadata=choices("none", "selective", "full"))
+    """Compute a block's activations again in the backward pass instead of keeping them: all of them (full), or all but
+    the results of matrix products and attention (selective)."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    async_tensor_parallel: bool = False
+    """Hide the communication of split layers behind their products (GPUs, with compile and sequence parallelism)."""
+    check_replicas_every_n_steps: int | None = field(default=None, metadata=limits(least=1))
+    """Compare what should be equal on several ranks this often, and stop with the name of the first tensor that is
+    not."""
     reshard_after_forward: bool = True
-    """Free a block's gathered parameters after its forward pass, and gather them again later (fsdp, hsdp)."""
+    """Free a block's gathered parameters after its forward pass, and gather them again later (dp_shard)."""
     defer_gradient_sync: bool = True
     """Reduce gradients once a step, after the last micro-batch; false trades traffic for memory."""
     find_unused_parameters: bool = False

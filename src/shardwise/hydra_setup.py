@@ -30,8 +30,8 @@ CONFIG_PATH = "pkg://shardwise.conf"
 def register() -> None:
     """Put the typed schema into Hydra's store, as ``shardwise_schema``; plug-in slots stay open for any key."""
     schema = OmegaConf.structured(Config)
-    for slot in (*PLUGGED_IN, "extra"):
-        OmegaConf.set_struct(schema[slot], False)
+    for free in (*(schema[slot] for slot in (*PLUGGED_IN, "extra")), schema.strategy.plan):
+        OmegaConf.set_struct(free, False)
     ConfigStore.instance().store(name="shardwise_schema", node=schema)
 
 

@@ -5,19 +5,20 @@ sum of the losses and what it is a sum over; ``count_targets`` says the latter b
 divisor is known over all ranks in time.
 """
 
+import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from shardwise.errors import ConfigError
-
-IGNORED = -100
-"""Target that counts for nothing, as in ``torch.nn.functional.cross_entropy``."""
+from shardwise.parallel.cross_entropy import IGNORED, cross_entropy, linear_cross_entropy, vocabulary_shard
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -152,12 +153,26 @@ class LanguageModel(_Task):
     """The next token: ``(tokens, targets)``, both (B, T) int64, targets already shifted; loss is the mean over targets.
 
     Args:
-        model: maps tokens (B, T) to logits (B, T, V).
+        model: maps tokens (B, T) to logits (B, T, V), which may be split over V between tensor-parallel ranks.
         label_smoothing: share of the target given to the whole vocabulary alike (training only).
+        z_loss: weight of the squared logarithm of the softmax's divisor (training only; PaLM used 1e-4).
+        loss_chunk: columns of the vocabulary whose logits are held at a time; None for all. A tenth more time for the
+            memory of the logits; the model's ``forward`` has to take ``losses``, as that of ``GPT`` does.
     """
 
-    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, model: nn.Module, *, label_smoothing: float = 0.0, z_loss: float = 0.0, loss_chunk: int | None = None
+    ) -> None:
         super().__init__(model, label_smoothing=label_smoothing)
+        if loss_chunk is not None and loss_chunk < 1:
+            raise ConfigError(f"task.loss_chunk={loss_chunk}: a number of columns is needed, such as 4096, or null")
+        if loss_chunk is not None and "losses" not in inspect.signature(model.forward).parameters:
+            raise ConfigError(
+                f"task.loss_chunk={loss_chunk}, but {type(model).__name__}.forward takes no losses: leave it out, or "
+                f"hand losses(features, weight) on to the output layer"
+            )
+        self.z_loss = z_loss
+        self.loss_chunk = loss_chunk
         for stage in ("val", "test"):
             self.measure(stage, loss=MeanLoss())
 
@@ -166,20 +181,23 @@ class LanguageModel(_Task):
         return (batch[1] != IGNORED).sum()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        tokens_BT, targets_BT = batch
-        logits_BTV = wide(self.model(tokens_BT))
-        loss = F.cross_entropy(
-            logits_BTV.flatten(0, 1),
-            targets_BT.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=self.label_smoothing,
-        )
+        losses_BT = self._losses(batch, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        loss = losses_BT.sum()
         return loss, self.count_targets(batch)
 
     def evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
-        tokens_BT, targets_BT = batch
-        logits_BTV = wide(self.model(tokens_BT))
-        losses = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="none")
+        losses = self._losses(batch)
         self.metric(stage, "loss").update(losses, self.count_targets(batch))
         self.log_stage(stage)
+
+    def _losses(self, batch: tuple[Tensor, Tensor], **options: Any) -> Tensor:
+        """Loss of every token (B, T), 0 where the target is ignored."""
+        tokens_BT, targets_BT = batch
+        if self.loss_chunk is not None:
+            losses = partial(linear_cross_entropy, targets=targets_BT, chunk=self.loss_chunk, **options)
+            return self.model(tokens_BT, losses=losses)
+        logits_BTV = self.model(tokens_BT)
+        if isinstance(logits_BTV, DTensor):
+            shard = vocabulary_shard(logits_BTV)
+            return cross_entropy(logits_BTV.to_local(), targets_BT, shard=shard, **options)
+        return cross_entropy(logits_BTV, targets_BT, **options)

@@ -11,14 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from shardwise import schedules
-from shardwise.config import Config
+from shardwise.config import STRATEGIES, Config
 from shardwise.errors import ConfigError
 from shardwise.lr_scaling import effective_lr
-from shardwise.parallel.dims import ParallelDims
-
-PROMISED_AXES = {"ddp": (), "fsdp": ("dp_shard",), "hsdp": ("dp_replicate", "dp_shard")}
-"""Strategy -> axes that have to come out above 1 where there is more than one rank."""
-
+from shardwise.parallel.dims import AXES, ParallelDims
 
 DEFAULT_EPOCHS = 20
 """Passes over the samples where neither trainer.max_epochs nor trainer.max_steps is given."""
@@ -206,42 +202,75 @@ def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus:
 
 def fewest_processes(config: Config) -> int:
     """Processes on each node that the strategy needs at least over all nodes, with the degrees that were typed."""
-    degrees = _degrees(config, config.trainer.num_nodes)
-    promised = PROMISED_AXES[config.strategy.name]
+    degrees = _degrees(config, config.trainer.num_nodes, devices=None)
+    promised = STRATEGIES[config.strategy.name] if config.strategy.name != "ddp" else ()
     needed = math.prod(max(degree, 2 if axis in promised else 1) for axis, degree in degrees.items())
     return math.ceil(needed / config.trainer.num_nodes)
 
 
-def _degrees(config: Config, num_nodes: int) -> dict[str, int]:
-    replicas = config.strategy.dp_replicate
-    if replicas == "nodes":
-        replicas = num_nodes
-    assert isinstance(replicas, int), replicas
-    return {"dp_replicate": replicas, "dp_shard": config.strategy.dp_shard}
+def _degrees(config: Config, num_nodes: int, *, devices: int | None) -> dict[str, int]:
+    """Mesh axis -> degree or -1, with ``devices`` of a node, or None where they follow from the degrees."""
+    degrees = {axis: getattr(config.strategy, axis) for axis in AXES}
+    if degrees["dp_replicate"] == "nodes":
+        degrees["dp_replicate"] = num_nodes
+    if degrees["tp"] == "devices" or (degrees["tp"] == "auto" and num_nodes > 1):
+        degrees["tp"] = devices or 2
+    elif degrees["tp"] == "auto":
+        degrees["tp"] = 2
+    return degrees
 
 
 def find_dims(config: Config, world: World) -> ParallelDims:
     """The mesh, and whether it is what the strategy's name promises."""
     name, size = config.strategy.name, world.size
-    dims = ParallelDims.fill(world_size=size, **_degrees(config, world.num_nodes))
+    _check_stays_in_a_node(config, world.num_nodes)
+    degrees = _degrees(config, world.num_nodes, devices=world.devices)
+    if size == 1 and "tp" in STRATEGIES[name]:
+        few = fewest_processes(config)
+        raise ConfigError(f"strategy={name} on 1 device splits nothing: type trainer.devices={few}, or strategy=ddp")
+    if degrees["tp"] > 1 and (degrees["tp"] > world.devices or world.devices % degrees["tp"]):
+        legal = "|".join(str(d) for d in range(2, world.devices + 1) if world.devices % d == 0)
+        raise ConfigError(
+            f"strategy.tp={degrees['tp']} does not divide the {world.devices} devices of a node, which it has to stay "
+            f"in: type {f'strategy.tp={legal}' if legal else 'trainer.devices=2'}"
+        )
+    dims = ParallelDims.fill(world_size=size, **degrees)
     if size == 1 and name in ("ddp", "fsdp"):
         return dims
     above_one = tuple(axis for axis, degree in dims.shape.items() if degree > 1)
-    names = {("dp_replicate",): "ddp", ("dp_shard",): "fsdp", ("dp_replicate", "dp_shard"): "hsdp"}
-    if names.get(above_one) != name:
-        means = names.get(above_one, "ddp")
-        fix = f"strategy={means}"
-        if name == "hsdp" and size >= 4 and size % 2 == 0:
-            fix = f"strategy.dp_replicate=2, or {fix}"
-        elif name == "hsdp":
-            fix = f"trainer.devices=4 strategy.dp_replicate=2, or {fix}"
-        raise ConfigError(f"strategy={name} on {size} rank{'s' if size > 1 else ''} comes out as {dims}: type {fix}")
-    return dims
+    means = next((other for other, axes in STRATEGIES.items() if axes == above_one), "ddp")
+    if means == name:
+        return dims
+    raise ConfigError(
+        f"strategy={name} on {size} rank{'s' if size > 1 else ''} comes out as {dims}: type "
+        f"{_way_to(name, dims, world)}strategy={means}"
+    )
+
+
+def _check_stays_in_a_node(config: Config, num_nodes: int) -> None:
+    if config.strategy.name == "tp" and num_nodes > 1:
+        raise ConfigError(
+            f"strategy=tp splits layers inside one node, and trainer.num_nodes={num_nodes}: type strategy=fsdp+tp"
+        )
+
+
+def _way_to(name: str, dims: ParallelDims, world: World) -> str:
+    """What to type so that all axes of ``name`` come out above 1, with ``, or `` behind it; nothing if unclear."""
+    axes = STRATEGIES[name]
+    missing = [axis for axis in axes if dims.shape[axis] == 1]
+    needed = math.prod(max(2, dims.tp if axis == "tp" else 2) for axis in axes)
+    if not missing or world.num_nodes > 1:
+        return ""
+    typed = [] if world.size % needed == 0 else [f"trainer.devices={needed}"]
+    if "dp_replicate" in missing and "dp_shard" in axes:  # a replica a node, unless it is typed
+        typed.append("strategy.dp_replicate=2")
+    return f"{' '.join(typed)}, or " if typed else ""
 
 
 def check_steps(config: Config) -> None:
     """Refuse counts that make no sense, or that the endless stream of samples does not have."""
     trainer, schedule = config.trainer, config.schedule
+    _check_stays_in_a_node(config, trainer.num_nodes)
     if trainer.max_steps < -1 or trainer.max_steps == 0:
         raise ConfigError(
             f"trainer.max_steps={trainer.max_steps}: a positive number of optimizer steps, or -1 for no limit"

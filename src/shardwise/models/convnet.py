@@ -34,12 +34,13 @@ class ConvNet(nn.Module):
         self.hidden = nn.Linear(2 * width * (image_size // 2) ** 2, 4 * width)
         self.head = nn.Linear(4 * width, num_classes)
         self.dropout = nn.Dropout(dropout)
+        self.hidden_dropout = nn.Dropout(dropout)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         features = F.relu(self.conv1(images_BCHW))
         features = F.max_pool2d(F.relu(self.conv2(features)), 2)
         features = F.relu(self.hidden(self.dropout(features.flatten(1))))
-        return self.head(self.dropout(features))
+        return self.head(self.hidden_dropout(features))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """He et al. 2015 (arXiv 1502.01852, eq. 10) before a ReLU; a small head: the first loss is about ln K."""
@@ -56,3 +57,7 @@ class ConvNet(nn.Module):
     def sharding_blocks(self) -> Iterable[nn.Module]:
         """None: nothing repeats."""
         return ()
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """The hidden layer, which holds most of the weights, and the head are a pair; the convolutions stay whole."""
+        return {"hidden": "colwise", "hidden_dropout": "local", "head": "rowwise"}

@@ -9,7 +9,7 @@ them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.models.sizes import require_divides, require_positive, require_rate
+from shardwise.parallel.cross_entropy import VocabularyShard
 
 INIT_STD = 0.02  # Radford et al. 2018 (GPT-1), section 4.1, kept by GPT-2
 
@@ -138,13 +139,34 @@ class Block(nn.Module):
         return x_BTD + self.dropout(self.mlp(self.norm2(x_BTD)))
 
 
+class Head(nn.Linear):
+    """Features (B, T, D) -> logits (B, T, V), or, with `losses`, whatever that makes of the features and the weight.
+
+    `soft_cap` c bounds the logits: c * tanh(logits / c) (Gemma 2, arXiv 2408.00118, section 2). `shard` says which rows
+    of the weight are here; None: all of them.
+    """
+
+    shard: VocabularyShard | None = None
+
+    def __init__(self, width: int, vocab_size: int, *, soft_cap: float | None) -> None:
+        super().__init__(width, vocab_size, bias=False)
+        self.soft_cap = soft_cap
+
+    def forward(self, x_BTD: Tensor, losses: Callable[..., Tensor] | None = None) -> Tensor:
+        if losses is not None:
+            return losses(x_BTD, self.weight, shard=self.shard, soft_cap=self.soft_cap)
+        logits_BTV = super().forward(x_BTD)
+        return logits_BTV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_BTV / self.soft_cap)
+
+
 class GPT(nn.Module):
     """Token ids (B, T), T at most `context` -> logits (B, T, vocab_size); position t sees positions 0..t.
 
     `n_head` must divide `width` into heads of an even size; `n_kv_head` (default n_head) must divide `n_head`. `hidden`
     is the MLP's size, by default 8/3 * width rounded up to a multiple of `multiple_of`. With `tie_embeddings` the
-    head's weight is the embedding's: one Parameter. `dropout` acts on embeddings, attention weights and what each half
-    of a block adds. Raises ConfigError for illegal sizes, and ValueError on an input longer than `context`.
+    head's weight is the embedding's: one Parameter. `soft_cap` bounds the logits. `dropout` acts on embeddings,
+    attention weights and what each half of a block adds. Raises ConfigError for illegal sizes, and ValueError on an
+    input longer than `context`.
     """
 
     def __init__(
@@ -160,6 +182,7 @@ class GPT(nn.Module):
         multiple_of: int = 64,
         dropout: float = 0.0,
         tie_embeddings: bool = False,
+        soft_cap: float | None = None,
         rope_theta: float = 10_000.0,
         norm_eps: float = 1e-5,
     ) -> None:
@@ -180,6 +203,9 @@ class GPT(nn.Module):
         hidden = swiglu_hidden(width, multiple_of=multiple_of) if hidden is None else hidden
         require_positive(hidden=hidden)
         require_rate(dropout=dropout)
+        if soft_cap is not None and not soft_cap > 0:
+            raise ConfigError(f"model.soft_cap={soft_cap}: a positive number is needed, such as 30, or null for none")
+        self.n_head, self.n_kv_head = n_head, n_kv_head
         self.context = context
         self.residual_std = INIT_STD / math.sqrt(2 * n_layer)
         self.tok_emb = nn.Embedding(vocab_size, width)
@@ -189,7 +215,7 @@ class GPT(nn.Module):
             for _ in range(n_layer)
         )
         self.norm = nn.RMSNorm(width, eps=norm_eps)
-        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head = Head(width, vocab_size, soft_cap=soft_cap)
         self.dropout = nn.Dropout(dropout)
         if tie_embeddings:
             self.head.weight = self.tok_emb.weight
@@ -202,7 +228,11 @@ class GPT(nn.Module):
             self.head.weight = self.tok_emb.weight
         return self
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, losses: Callable[..., Tensor] | None = None) -> Tensor:
+        """Logits, or with `losses` what it makes of the last features (B, T, D) and the head's weight (V, D).
+
+        `losses(features, weight, shard=..., soft_cap=...)` need not form all logits at once.
+        """
         if tokens_BT.shape[1] > self.context:
             raise ValueError(
                 f"input of {tokens_BT.shape[1]} tokens: this model's context is {self.context}; "
@@ -212,7 +242,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             # The module, not its tables: a wrapper that casts a block's floating-point inputs would round those.
             x_BTD = block(x_BTD, self.rotary)
-        return self.head(self.norm(x_BTD))
+        return self.head(self.norm(x_BTD), losses)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Normal of std 0.02; what ends a residual branch 1 / sqrt(2 * n_layer) of that; norms one.
@@ -232,3 +262,25 @@ class GPT(nn.Module):
     def sharding_blocks(self) -> Iterable[nn.Module]:
         """The transformer blocks."""
         return self.blocks
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Heads and hidden features are split, the vocabulary at both ends, and sequences in between.
+
+        Shoeybi et al. 2019 (arXiv 1909.08053, section 3) and Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2).
+        """
+        return {
+            "tok_emb": "vocab_embedding",
+            "dropout": "sequence",
+            "blocks.*.{norm1,norm2,dropout}": "sequence",
+            "blocks.*.{attn,mlp}": "region",
+            "blocks.*.attn.{q,k,v}": "colwise",
+            "blocks.*.attn.out": "rowwise",
+            "blocks.*.mlp.{gate,up}": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "norm": "sequence",
+            "head": "vocab_output",
+        }
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """What is split by whole heads."""
+        return {"blocks.*.attn: n_kv_head": self.n_kv_head, "blocks.*.attn: n_head": self.n_head}

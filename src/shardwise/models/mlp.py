@@ -46,14 +46,14 @@ class MLP(nn.Module):
         self.hidden = nn.ModuleList(nn.Linear(in_features if i == 0 else width, width) for i in range(depth))
         self.head = nn.Linear(width, num_classes)
         self.activation = ACTIVATIONS[activation]()
-        self.dropout = nn.Dropout(dropout)
+        self.dropouts = nn.ModuleList(nn.Dropout(dropout) for _ in range(depth))
         # PyTorch has no gain for GELU and SiLU; both pass about half of a centred input, as ReLU does.
         self.gain = nn.init.calculate_gain("tanh" if activation == "tanh" else "relu")
 
     def forward(self, inputs: Tensor) -> Tensor:
         features = inputs.flatten(1)
-        for layer in self.hidden:
-            features = self.dropout(self.activation(layer(features)))
+        for layer, dropout in zip(self.hidden, self.dropouts, strict=True):
+            features = dropout(self.activation(layer(features)))
         return self.head(features)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -71,3 +71,13 @@ class MLP(nn.Module):
     def sharding_blocks(self) -> Iterable[nn.Module]:
         """None: the layers are too small to be worth a gather each."""
         return ()
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Every two layers are a pair, whose features in between are split; the head is the second of the last pair."""
+        plan = {}
+        depth = len(self.hidden)
+        for first in range(0, depth, 2):
+            plan[f"hidden.{first}"] = "colwise"
+            plan[f"dropouts.{first}"] = "local"
+            plan["head" if first + 1 == depth else f"hidden.{first + 1}"] = "rowwise"
+        return plan

@@ -100,6 +100,7 @@ class ViT(nn.Module):
         require_divides("n_head", n_head, size_name="width", size=width)
         require_choice("pool", pool, choices=("cls", "mean"))
         require_rate(dropout=dropout)
+        self.n_head = n_head
         self.image_shape = (in_channels, image_size, image_size)
         self.pool = pool
         patches = (image_size // patch_size) ** 2
@@ -145,3 +146,17 @@ class ViT(nn.Module):
     def sharding_blocks(self) -> Iterable[nn.Module]:
         """The transformer blocks."""
         return self.blocks
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Heads and hidden features are split; sequences are not: their length (14**2 + 1 = 197) divides by nothing."""
+        return {
+            "blocks.*.{attn,mlp}": "region",
+            "blocks.*.attn.{q,k,v}": "colwise",
+            "blocks.*.attn.out": "rowwise",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+        }
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """What is split by whole heads."""
+        return {"blocks.*.attn: n_head": self.n_head}

@@ -1,7 +1,7 @@
 """All degrees of parallelism in one small object; nobody else does arithmetic on ranks.
 
-The axes from the outermost to the innermost are dp_replicate and dp_shard: ranks that are neighbours in the innermost
-axis have neighbouring numbers, and so share a node.
+The axes from the outermost to the innermost are dp_replicate, dp_shard and tp: ranks that are neighbours in the
+innermost axis have neighbouring numbers, and so share a node.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 
-AXES = ("dp_replicate", "dp_shard")
+AXES = ("dp_replicate", "dp_shard", "tp")
 """Mesh axes, outermost first."""
 
 
@@ -19,15 +19,16 @@ class ParallelDims:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    tp: int = 1
 
     @classmethod
-    def fill(cls, *, world_size: int, dp_replicate: int = 1, dp_shard: int = 1) -> "ParallelDims":
-        """Degrees with at most one ``-1``, which becomes the ranks that the others leave.
+    def fill(cls, *, world_size: int, **degrees: int) -> "ParallelDims":
+        """Degrees (1 if not given) with at most one ``-1``, which becomes the ranks that the others leave.
 
         Raises:
             ConfigError: more than one ``-1``, a degree below 1, or a product that is not ``world_size``.
         """
-        degrees = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+        degrees = {axis: degrees.pop(axis, 1) for axis in AXES} | degrees
         open_axes = [axis for axis, degree in degrees.items() if degree == -1]
         if len(open_axes) > 1:
             raise ConfigError(
@@ -40,7 +41,7 @@ class ParallelDims:
                     f"strategy.{axis}={degree}: a degree is a positive number, or -1 for the remaining ranks"
                 )
         given = math.prod(degree for degree in degrees.values() if degree != -1)
-        shown = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree != -1)
+        shown = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree not in (-1, 1)) or "1"
         if open_axes:
             if world_size % given:
                 raise ConfigError(
@@ -57,7 +58,7 @@ class ParallelDims:
     @property
     def world_size(self) -> int:
         """Ranks of the whole mesh."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(self.shape.values())
 
     @property
     def dp_size(self) -> int:
@@ -66,7 +67,11 @@ class ParallelDims:
 
     def dp_rank(self, rank: int) -> int:
         """Which of the ``dp_size`` shares of a global batch the global ``rank`` works on."""
-        return rank * self.dp_size // self.world_size
+        return rank // self.tp
+
+    def tp_rank(self, rank: int) -> int:
+        """Which of the ``tp`` parts of the model the global ``rank`` holds."""
+        return rank % self.tp
 
     @property
     def shape(self) -> dict[str, int]:

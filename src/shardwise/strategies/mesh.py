@@ -25,15 +25,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.fsdp import reshard, shard_module
+from shardwise.parallel.fsdp import reshard
 from shardwise.parallel.grad_norm import scale_gradients_
 from shardwise.parallel.initialise import materialise, share_values
+from shardwise.parallel.layout import Layout, lay_out
+from shardwise.parallel.replicas import check_replicas
 from shardwise.parallel.state import (
     load_sharded_optimizer_state,
     load_whole_model_state,
     named_optimizer_state,
     whole_model_state,
 )
+from shardwise.parallel.styles import partial_parameters, sum_partial_gradients
 from shardwise.seeds import stable_seed
 from shardwise.strategies.logged import LoggedOnStep, log_over_ranks
 from shardwise.strategies.micro_batches import batch_samples, split_batch
@@ -43,12 +46,20 @@ from shardwise.strategies.step import Step
 
 
 class MeshStrategy(MeshProcess):
-    """Data parallelism, replicated or sharded or both, on one device mesh.
+    """Data parallelism, replicated or sharded, and tensor parallelism, in any combination, on one device mesh.
 
     Args:
-        dp_replicate: replicas whose gradients are all-reduced; -1 (the default unless ``dp_shard`` is -1) means the
+        dp_replicate: replicas whose gradients are all-reduced; -1 (the default unless another degree is -1) means the
             remaining ranks.
         dp_shard: ranks over which parameters, gradients and optimizer state are sharded (FSDP2); -1 likewise.
+        tp: ranks that split each layer between them (tensor parallelism); -1 likewise. The innermost axis.
+        sequence_parallel: split activations along the sequence between the split layers; None: where the plan allows.
+        plan: module-name pattern -> style, in place of the model's own (shardwise.parallel.plan, and .styles).
+        activation_checkpointing: ``none``, ``selective`` or ``full``: what of a block is computed again in the backward
+            pass (shardwise.parallel.blocks).
+        compile: compile each block.
+        async_tensor_parallel: hide the communication of split layers behind their products (GPUs, with ``compile``).
+        check_replicas_every_n_steps: compare what should be equal on several ranks this often; None for never.
         accumulate: micro-batches into which each of Lightning's batches is cut; Trainer's own
             ``accumulate_grad_batches`` has to stay 1.
         seed: initial weights, and (with the data-parallel rank) noise such as dropout.
@@ -68,6 +79,13 @@ class MeshStrategy(MeshProcess):
         *,
         dp_replicate: int | None = None,
         dp_shard: int = 1,
+        tp: int = 1,
+        sequence_parallel: bool | None = None,
+        plan: Mapping[str, str] | None = None,
+        activation_checkpointing: str = "none",
+        compile: bool = False,
+        async_tensor_parallel: bool = False,
+        check_replicas_every_n_steps: int | None = None,
         accumulate: int = 1,
         seed: int = 0,
         reshard_after_forward: bool = True,
@@ -81,8 +99,9 @@ class MeshStrategy(MeshProcess):
         self._precision_name: str | None = None
         super().__init__(
             degrees={
-                "dp_replicate": (1 if dp_shard == -1 else -1) if dp_replicate is None else dp_replicate,
+                "dp_replicate": (1 if -1 in (dp_shard, tp) else -1) if dp_replicate is None else dp_replicate,
                 "dp_shard": dp_shard,
+                "tp": tp,
             },
             facts={"seed": seed, "micro-batches": accumulate, **(facts or {})},
             start_timeout=start_timeout,
@@ -91,7 +110,15 @@ class MeshStrategy(MeshProcess):
         )
         self.accumulate = accumulate
         self.seed = seed
-        self._reshard_after_forward = reshard_after_forward
+        self._layout = Layout(
+            plan=dict(plan or {}),
+            sequence_parallel=sequence_parallel,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+            async_tensor_parallel=async_tensor_parallel,
+            reshard_after_forward=reshard_after_forward,
+        )
+        self._check_replicas_every = check_replicas_every_n_steps
         self._defer_gradient_sync = defer_gradient_sync
         self._find_unused_parameters = find_unused_parameters
         self._step: Step | None = None
@@ -113,7 +140,7 @@ class MeshStrategy(MeshProcess):
             _check_contract(module, trainer)
         self._parallelise(module)
         if fitting:
-            if self.dims.dp_replicate > 1 and not self.sharded:
+            if self.dims.dp_replicate > 1 and not self.wrapped_by_fsdp:
                 self.model = self._wrap_ddp(module)
             self._counts_late = False
             self._reset_optimizers_and_schedulers()
@@ -135,7 +162,7 @@ class MeshStrategy(MeshProcess):
             self.precision_plugin = mesh_precision(
                 self._precision_name or "32-true",
                 device_type=self.root_device.type,
-                sharded=self.sharded,
+                autocast=not self.wrapped_by_fsdp,
                 scaler=getattr(plugin, "scaler", None),
             )
 
@@ -145,25 +172,25 @@ class MeshStrategy(MeshProcess):
         A module that comes a second time keeps its values and its sharding.
         """
         layout = f"{self.dims} in {self._precision_name}"
-        if isinstance(module, FSDPModule):
-            before = getattr(module, "_layout", "a mesh of its own")
+        before = getattr(module, "_layout", None)
+        if before is not None or isinstance(module, FSDPModule):
             if before != layout:
                 raise ConfigError(
-                    f"{type(module).__name__} is sharded over {before}, and cannot become {layout}: construct it anew "
-                    f"and load a checkpoint"
+                    f"{type(module).__name__} is laid out over {before or 'a mesh of its own'}, and cannot become "
+                    f"{layout}: construct it anew and load a checkpoint"
                 )
             return
         self.precision_plugin.convert_module(module)
-        if self.dp_size > 1:
+        if self.dims.world_size > 1:
             share_values(module, device=self.root_device)
-        if self.sharded:
-            assert self.mesh is not None
-            shard_module(
-                module,
-                mesh=self.mesh,
-                compute_dtype=MIXED.get(self._precision_name or ""),
-                reshard_after_forward=self._reshard_after_forward,
-            )
+        lay_out(
+            module,
+            self._layout,
+            mesh=self.mesh,
+            dims=self.dims,
+            compute_dtype=MIXED.get(self._precision_name or ""),
+        )
+        if self.holds_parts:
             module._layout = layout  # type: ignore[assignment]
         materialise(module, seed=self.seed, device=self.root_device)
 
@@ -259,6 +286,8 @@ class MeshStrategy(MeshProcess):
             logged.keep()
             weighted = plugin.scale_loss(step.weigh(index, loss))
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        if self.tp_group is not None:
+            sum_partial_gradients(partial_parameters(module), self.tp_group)
         if several:
             logged.merge(step.shares())
         if self._logs_now(module):
@@ -284,10 +313,17 @@ class MeshStrategy(MeshProcess):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._check_replicas()
         if self._starting:
             self._starting = False
             self.started()
         return result
+
+    def _check_replicas(self) -> None:
+        every, module = self._check_replicas_every, self.lightning_module
+        if self.mesh is None or not every or module is None or module.trainer.global_step % every:
+            return
+        check_replicas(module, self.optimizers, mesh=self.mesh, step=module.trainer.global_step)
 
     # ---- evaluation -----------------------------------------------------------------------------------------------
 
@@ -296,7 +332,7 @@ class MeshStrategy(MeshProcess):
         model, module = self.model, self.lightning_module
         assert model is not None
         assert module is not None
-        if isinstance(model, (DistributedDataParallel, FSDPModule)):
+        if isinstance(model, (DistributedDataParallel, FSDPModule)) or self.dims.tp > 1:
             return self._forward_redirection(model, module, method, *args, **kwargs)
         return getattr(module, method)(*args, **kwargs)
 
@@ -325,7 +361,7 @@ class MeshStrategy(MeshProcess):
         """Format in which gradients are added up over ranks; None with one device."""
         if self.dp_size == 1 or self.lightning_module is None:
             return None
-        if self.sharded and self._precision_name in MIXED:
+        if self.wrapped_by_fsdp and self._precision_name in MIXED:
             return torch.float32
         return next((p.dtype for p in self.lightning_module.parameters() if p.requires_grad), None)
 
@@ -351,11 +387,11 @@ class MeshStrategy(MeshProcess):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model; where parameters are sharded, on rank 0's CPU, empty elsewhere, and a collective."""
         assert self.lightning_module is not None
-        return whole_model_state(self.lightning_module) if self.sharded else self.lightning_module.state_dict()
+        return whole_model_state(self.lightning_module) if self.holds_parts else self.lightning_module.state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        if self.sharded:
+        if self.holds_parts:
             load_whole_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
         else:
             super().load_model_state_dict(checkpoint, strict=strict)
@@ -363,11 +399,11 @@ class MeshStrategy(MeshProcess):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.lightning_module is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return named_optimizer_state(self.lightning_module, optimizer, sharded=self.sharded)
+        return named_optimizer_state(self.lightning_module, optimizer, sharded=self.holds_parts)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
-        if not self.sharded:
+        if not self.holds_parts:
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -380,8 +416,8 @@ class MeshStrategy(MeshProcess):
 
     def teardown(self) -> None:
         module = self.lightning_module
-        sharded = isinstance(module, FSDPModule)
-        if module is not None and not sharded and not any(p.is_meta for p in module.parameters()):
+        parts = getattr(module, "_layout", None) is not None or isinstance(module, FSDPModule)
+        if module is not None and not parts and not any(p.is_meta for p in module.parameters()):
             super().teardown()
             return
         # The base class moves the module to the CPU, which sharded parameters on a GPU mesh do not survive, and which

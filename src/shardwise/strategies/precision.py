@@ -74,7 +74,7 @@ class MeshMixedPrecision(MeshClipping, MixedPrecision):
             yield
 
 
-def mesh_precision(name: str, *, device_type: str, sharded: bool, scaler: Any = None) -> Any:
+def mesh_precision(name: str, *, device_type: str, autocast: bool, scaler: Any = None) -> Any:
     """The precision plugin for ``name``, one of Lightning's names.
 
     Raises:
@@ -85,7 +85,7 @@ def mesh_precision(name: str, *, device_type: str, sharded: bool, scaler: Any = 
     if name == "bf16-true":
         return MeshHalfPrecision("bf16-true")
     if name in MIXED:
-        return MeshMixedPrecision(name, device_type, autocast=not sharded, scaler=scaler)
+        return MeshMixedPrecision(name, device_type, autocast=autocast, scaler=scaler)
     if name not in ("32-true", "32"):
         raise ConfigError(f"precision={name!r} is not supported: 32-true, bf16-mixed, bf16-true, 16-mixed or 64-true")
     return MeshSinglePrecision()

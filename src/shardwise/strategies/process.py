@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.dims import ParallelDims
-from shardwise.parallel.mesh import build_mesh, check_agreement, limit_collectives
+from shardwise.parallel.mesh import build_mesh, check_agreement, data_group, limit_collectives
 from shardwise.strategies.spawn import Spawn
 
 
@@ -51,6 +51,8 @@ class MeshProcess(ParallelStrategy):
         """All ranks; None with one process, or before they are connected."""
         self.dims = ParallelDims()
         """Degrees; known once the processes are connected."""
+        self.dp_group: dist.ProcessGroup | None = None
+        """The ranks that see different samples and hold the same part of the model; None if there is one only."""
         self.hosts: list[str] = []
         """Host name of every rank; empty with one process."""
 
@@ -78,19 +80,24 @@ class MeshProcess(ParallelStrategy):
         return self.dims.dp_rank(self.global_rank)
 
     @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that split each layer between them; None if layers are whole."""
+        return self.mesh.get_group("tp") if self.mesh is not None and self.dims.tp > 1 else None
+
+    @property
     def dp_size(self) -> int:
         """Ranks that see different samples."""
         return self.dims.dp_size
 
     @property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see different samples; None with one process."""
-        return dist.group.WORLD if self.dims.world_size > 1 else None
+    def holds_parts(self) -> bool:
+        """Whether a rank holds parts of parameters, which are DTensors then, and state has to be gathered."""
+        return self.dims.dp_shard > 1 or self.dims.tp > 1
 
     @property
-    def sharded(self) -> bool:
-        """Whether parameters are sharded with FSDP."""
-        return self.dims.dp_shard > 1
+    def wrapped_by_fsdp(self) -> bool:
+        """Whether FSDP's machinery gathers parameters and reduces gradients: for shards, and for replicas of parts."""
+        return self.dims.dp_shard > 1 or (self.dims.dp_replicate > 1 and self.dims.tp > 1)
 
     @property
     def is_distributed(self) -> bool:
@@ -140,12 +147,13 @@ class MeshProcess(ParallelStrategy):
         self.hosts = [""] * world_size
         dist.all_gather_object(self.hosts, socket.gethostname())
         self.mesh = build_mesh(self.dims, device_type=self.root_device.type)
-        limit_collectives(self.mesh, self._start_timeout)
+        self.dp_group = data_group(self.mesh)
+        limit_collectives(self.mesh, self._start_timeout, self.dp_group)
 
     def started(self) -> None:
         """From the limit for starting to the limit for a collective in training."""
         if self.mesh is not None:
-            limit_collectives(self.mesh, self._collective_timeout)
+            limit_collectives(self.mesh, self._collective_timeout, self.dp_group)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks (or ``group``); what is no tensor comes back as it is."""

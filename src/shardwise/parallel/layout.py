@@ -1,0 +1,92 @@
+"""From a model to its layout on a mesh: the steps in their order, and what each of them changes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.parallel.blocks import compile_blocks, recompute_in_backward, repeated_blocks
+from shardwise.parallel.dims import ParallelDims
+from shardwise.parallel.fsdp import shard_dim, shard_module, uneven
+from shardwise.parallel.mesh import data_mesh
+from shardwise.parallel.plan import Plan, apply_plan, read_plan
+from shardwise.parallel.styles import placements
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is laid out, besides the degrees of the mesh."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    """Module-name pattern -> style; empty for the model's own plan."""
+    sequence_parallel: bool | None = None
+    """Split sequences between the split layers; None: where the plan allows."""
+    activation_checkpointing: str = "none"
+    """``none``, ``selective`` or ``full``."""
+    compile: bool = False
+    """Compile each block."""
+    async_tensor_parallel: bool = False
+    """Hide the communication of split layers behind their products (GPUs, compiled)."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward pass (FSDP)."""
+
+
+def check_layout(root: nn.Module, layout: Layout, dims: ParallelDims) -> Plan | None:
+    """Whether ``root`` (on any device, the meta device too) can be laid out so; nothing is changed.
+
+    Returns:
+        The plan, if there are split layers.
+
+    Raises:
+        ConfigError: names the layer, its size, the degree, and what to type.
+    """
+    if dims.tp == 1:
+        return None
+    plan = read_plan(root, layout.plan, degree=dims.tp, sequence_parallel=layout.sequence_parallel)
+    if dims.dp_shard > 1:
+        for path, module in root.named_modules():
+            for name, placement in placements(plan.styles.get(path, "replicate"), module).items():
+                shape = tuple(module.get_parameter(name).shape)
+                if shard_dim(shape, placement, tp=dims.tp, ranks=dims.dp_shard) is None:
+                    raise uneven(f"{path}.{name}".lstrip("."), shape, ranks=dims.dp_shard)
+    return plan
+
+
+def lay_out(
+    root: nn.Module, layout: Layout, *, mesh: DeviceMesh | None, dims: ParallelDims, compute_dtype: torch.dtype | None
+) -> None:
+    """Change ``root`` in place: split its layers, then recomputation, then compilation, then shards.
+
+    Args:
+        root: on the meta device, or with values that are the same on every rank.
+        layout: what is wanted.
+        mesh: all ranks; None with one.
+        dims: degrees of the mesh.
+        compute_dtype: of FSDP's mixed precision; None for none.
+    """
+    blocks = repeated_blocks(root)
+    plan = check_layout(root, layout, dims)
+    if plan is not None:
+        assert mesh is not None
+        # First: everything after it is to see parameters as they will be, and collectives as part of the block.
+        apply_plan(root, plan, mesh=mesh["tp"])
+    if layout.activation_checkpointing != "none":
+        # Before the compiler, which then sees what is computed twice, and inside of FSDP, whose gathering is done once
+        # for the recomputation and the backward pass.
+        recompute_in_backward(blocks, kept=layout.activation_checkpointing)
+    if layout.compile:
+        # Before FSDP, whose hooks around a block stay outside of the graph.
+        compile_blocks(blocks)
+    if dims.dp_shard > 1 or (dims.dp_replicate > 1 and dims.tp > 1):
+        assert mesh is not None
+        data = data_mesh(mesh)
+        assert data is not None
+        shard_module(
+            root,
+            mesh=data,
+            blocks=blocks,
+            compute_dtype=compute_dtype,
+            reshard_after_forward=layout.reshard_after_forward,
+        )
