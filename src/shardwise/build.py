@@ -68,16 +68,18 @@ def check_slots(config: Config, dims: ParallelDims | None = None) -> None:
         model = config.model.get("_target_") and find_target("model", config.model, plugins=plugins)
         if hasattr(model, "init_parameter"):
             build_model(config, data)
-    if dims is not None and dims.tp > 1:
-        _check_plan(config, data, dims)
+    if dims is not None and (dims.tp > 1 or layout_of(config).works_on_blocks):
+        _check_layout(config, data, dims)
 
 
-def _check_plan(config: Config, data: Any, dims: ParallelDims) -> None:
-    """Whether the model can be split so; where it cannot be built yet, its ranks will find out."""
-    known = {key: STAND_INS[key] for key in STAND_INS if getattr(data, key, None) is None}
+def _check_layout(config: Config, data: Any, dims: ParallelDims) -> None:
+    """Whether the model can be laid out so; where it cannot be built yet, its ranks will find out."""
+    wanted = {key for slot in (config.task, config.model) for key, value in slot.items() if value == AUTO}
+    told = {key: getattr(data, key, None) for key in wanted}
+    known = {key: STAND_INS.get(key) if value is None else value for key, value in told.items()}
     try:
         with torch.device("meta"), seeded(0):
-            task = _build_task(config, SimpleNamespace(inner=data, **known) if known else data)
+            task = _build_task(config, SimpleNamespace(inner=data, **known))
     except Exception:  # a user's code need not know the meta device, and what is not known is not there
         return
     check_layout(task, layout_of(config), dims)

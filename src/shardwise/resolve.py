@@ -112,6 +112,12 @@ def resolve_in(config: Config, world: World) -> Resolved:
         raise ConfigError(
             "precision=16-mixed needs a GPU (float16 on a CPU is neither fast nor safe): type precision=bf16-mixed"
         )
+    strategy = config.strategy
+    if strategy.async_tensor_parallel and (world.accelerator == "cpu" or not strategy.compile):
+        raise ConfigError(
+            "strategy.async_tensor_parallel=true works on compiled blocks on GPUs: "
+            f"{'type strategy.compile=true, or ' if world.accelerator != 'cpu' else ''}leave it out"
+        )
     dims = find_dims(config, world)
     batch = find_batch(config, dims.dp_size)
     if config.optimizer and "lr" not in config.optimizer:

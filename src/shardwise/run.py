@@ -161,6 +161,7 @@ class _RunFolder:
                 "node": rank // world.devices,
                 "local_rank": rank % world.devices,
                 "dp": dims.dp_rank(rank),
+                "tp": dims.tp_rank(rank),
                 **({"host": socket.gethostname()} if rank // world.devices == 0 else {}),
             }
             for rank in range(world.size)

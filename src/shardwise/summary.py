@@ -1,5 +1,6 @@
 """What is printed before the first step and after the last."""
 
+import itertools
 import os
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.job import Job, config_dir
+from shardwise.parallel.blocks import repeated_blocks
 from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, Steps
 
@@ -30,7 +32,9 @@ class StartUp(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            table = start_table(self.job, self.resolved, self.steps, pl_module, notes=self.notes)
+            plan = getattr(trainer.strategy, "plan", None)
+            split = plan is not None and plan.sequence
+            table = start_table(self.job, self.resolved, self.steps, pl_module, notes=self.notes, sequences_split=split)
             width = None if sys.stdout.isatty() else 10_000  # a file has no edge
             Console(highlight=False, soft_wrap=True, width=width).print(table)
 
@@ -42,7 +46,15 @@ class StartUp(Callback):
             print(formats_line(pl_module, trainer.optimizers[0], reduction), flush=True)
 
 
-def start_table(job: Job, resolved: Resolved, steps: Steps, module: nn.Module, *, notes: Sequence[str] = ()) -> Table:
+def start_table(
+    job: Job,
+    resolved: Resolved,
+    steps: Steps,
+    module: nn.Module,
+    *,
+    notes: Sequence[str] = (),
+    sequences_split: bool = False,
+) -> Table:
     """What the rules made of the configuration, a row a rule."""
     config, world, dims, batch = resolved.config, resolved.world, resolved.dims, resolved.batch
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -51,7 +63,12 @@ def start_table(job: Job, resolved: Resolved, steps: Steps, module: nn.Module, *
     kind = {"gpu": "GPU", "cpu": "CPU"}[world.accelerator]
     processes = f"{world.size} {kind} process{'es' if world.size > 1 else ''}"
     nodes = f" on {world.num_nodes} nodes" if world.num_nodes > 1 else ""
-    table.add_row("strategy", f"{config.strategy.name}: {dims}")
+    table.add_row("strategy", f"{config.strategy.name}: {dims}{', sequences split' if sequences_split else ''}")
+    done = [f"activation checkpointing {config.strategy.activation_checkpointing}", "compiled"]
+    wanted = (config.strategy.activation_checkpointing != "none", config.strategy.compile)
+    if any(wanted):
+        blocks = counted(len(repeated_blocks(module)), "block")
+        table.add_row("blocks", f"{blocks}, {', '.join(itertools.compress(done, wanted))}")
     table.add_row("launch", f"{world.launch}, {processes}{nodes} ({world.reason})")
     sizes = f"micro {batch.micro_size} x data-parallel {dims.dp_size} x accumulate {batch.accumulate}"
     table.add_row("batch", f"{sizes} = global {batch.global_size}")

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -83,3 +84,15 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """
     for block in blocks:
         block.forward = torch.compile(block.forward)
+
+
+def overlap_in_compiled_blocks(group: dist.ProcessGroup) -> None:
+    """Let the compiler cut products next to a gather or a scatter over ``group`` into parts that hide one another.
+
+    PyTorch's asynchronous tensor parallelism; for GPUs that reach one another's memory (NVLink).
+    """
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.parallel.blocks import compile_blocks, recompute_in_backward, repeated_blocks
+from shardwise.errors import ConfigError
+from shardwise.parallel.blocks import compile_blocks, overlap_in_compiled_blocks, recompute_in_backward, repeated_blocks
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.fsdp import shard_dim, shard_module, uneven
 from shardwise.parallel.mesh import data_mesh
@@ -32,6 +33,13 @@ class Layout:
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward pass (FSDP)."""
 
+    @property
+    def works_on_blocks(self) -> str:
+        """What needs repeated blocks, as it is typed; empty if nothing does."""
+        if self.activation_checkpointing != "none":
+            return f"strategy.activation_checkpointing={self.activation_checkpointing}"
+        return "strategy.compile=true" if self.compile else ""
+
 
 def check_layout(root: nn.Module, layout: Layout, dims: ParallelDims) -> Plan | None:
     """Whether ``root`` (on any device, the meta device too) can be laid out so; nothing is changed.
@@ -42,6 +50,12 @@ def check_layout(root: nn.Module, layout: Layout, dims: ParallelDims) -> Plan | 
     Raises:
         ConfigError: names the layer, its size, the degree, and what to type.
     """
+    if layout.works_on_blocks and not repeated_blocks(root):
+        model = getattr(root, "model", root)
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks, on which {layout.works_on_blocks} works: leave it out, or "
+            f"name them with a method sharding_blocks()"
+        )
     if dims.tp == 1:
         return None
     plan = read_plan(root, layout.plan, degree=dims.tp, sequence_parallel=layout.sequence_parallel)
@@ -56,7 +70,7 @@ def check_layout(root: nn.Module, layout: Layout, dims: ParallelDims) -> Plan | 
 
 def lay_out(
     root: nn.Module, layout: Layout, *, mesh: DeviceMesh | None, dims: ParallelDims, compute_dtype: torch.dtype | None
-) -> None:
+) -> Plan | None:
     """Change ``root`` in place: split its layers, then recomputation, then compilation, then shards.
 
     Args:
@@ -65,6 +79,9 @@ def lay_out(
         mesh: all ranks; None with one.
         dims: degrees of the mesh.
         compute_dtype: of FSDP's mixed precision; None for none.
+
+    Returns:
+        The plan by which layers are split, if they are.
     """
     blocks = repeated_blocks(root)
     plan = check_layout(root, layout, dims)
@@ -72,6 +89,8 @@ def lay_out(
         assert mesh is not None
         # First: everything after it is to see parameters as they will be, and collectives as part of the block.
         apply_plan(root, plan, mesh=mesh["tp"])
+        if layout.async_tensor_parallel:
+            overlap_in_compiled_blocks(mesh.get_group("tp"))
     if layout.activation_checkpointing != "none":
         # Before the compiler, which then sees what is computed twice, and inside of FSDP, whose gathering is done once
         # for the recomputation and the backward pass.
@@ -90,3 +109,4 @@ def lay_out(
             compute_dtype=compute_dtype,
             reshard_after_forward=layout.reshard_after_forward,
         )
+    return plan

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.styles import CONTAINERS, STYLES, Region
+from shardwise.parallel.styles import CONTAINERS, STYLES, Noise, Region, is_noisy
 
 KINDS: dict[str, type[nn.Module]] = {
     "colwise": nn.Linear,
@@ -71,6 +71,7 @@ def read_plan(root: nn.Module, given: Mapping[str, str], *, degree: int, sequenc
         )
     sequence = allowed if sequence_parallel is None else sequence_parallel
     _check_kinds(own, model)
+    _check_containers(own)
     _check_sizes(own, model, degree=degree, sequence=sequence)
     _check_ties(own, model)
     return Plan({prefix + name: style for name, style in own.items()}, model, sequence)
@@ -82,11 +83,14 @@ def apply_plan(root: nn.Module, plan: Plan, *, mesh: DeviceMesh) -> None:
     Its forward pass is to be started by calling it (or the module that holds the parameters), for the hooks to run.
     """
     tied = _shared(root)
+    noises: dict[str, Noise | None] = {}
     for name, module in list(root.named_modules()):
-        parts = name.split(".")
-        above = [".".join(parts[:count]) for count in range(1, len(parts))]
-        inside = any(plan.styles.get(ancestor) in CONTAINERS for ancestor in above)
-        STYLES[plan.styles.get(name, "replicate")](module, Region(mesh, plan.sequence, inside))
+        style = plan.styles.get(name, "replicate")
+        if style in CONTAINERS:
+            noises[name] = Noise(rank=mesh.get_local_rank(), ranks=mesh.size()) if is_noisy(module) else None
+        container = name if style in CONTAINERS else _container(name, plan.styles)
+        at = Region(mesh, plan.sequence, inside=container not in (None, name), noise=noises.get(container or ""))
+        STYLES[style](module, at)
     for first, *others in tied:
         path, _, leaf = first.rpartition(".")
         parameter = root.get_submodule(path)._parameters[leaf]
@@ -98,6 +102,13 @@ def apply_plan(root: nn.Module, plan: Plan, *, mesh: DeviceMesh) -> None:
 def patterns_of(names: list[str]) -> list[str]:
     """Names with ``*`` in the place of numbers, each once, in order."""
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
+
+
+def _container(name: str, styles: Mapping[str, str]) -> str | None:
+    """The module around ``name`` whose input enters the region for it."""
+    parts = name.split(".")
+    above = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((ancestor for ancestor in above if styles.get(ancestor) in CONTAINERS), None)
 
 
 def _planned(root: nn.Module) -> tuple[str, nn.Module]:
@@ -173,6 +184,24 @@ def _check_kinds(styles: Mapping[str, str], model: nn.Module) -> None:
                 )
             if styles.get(f"{name}.out_proj") != "rowwise":
                 raise ConfigError(f"strategy.plan: {name} is packed_attention: add {name}.out_proj: rowwise")
+
+
+def _check_containers(styles: Mapping[str, str]) -> None:
+    """A region is entered once and left once."""
+    exits: dict[str, list[str]] = {name: [] for name, style in styles.items() if style in CONTAINERS}
+    for name, style in styles.items():
+        container = _container(name, styles)
+        if container is not None and style in CONTAINERS:
+            raise ConfigError(f"strategy.plan: {name} ({style}) lies in {container}, a region already: leave one out")
+        if container is not None and style == "rowwise":
+            exits[container].append(name)
+    for container, rows in exits.items():
+        if len(rows) != 1:
+            shown = f"{len(rows)} rowwise layers ({_listed(rows)})" if rows else "no rowwise layer"
+            raise ConfigError(
+                f"strategy.plan: {container} is a {styles[container]} with {shown}, and exactly one has to end it: "
+                f"{'give each pair a region of its own' if rows else 'add one'}, or leave the region out"
+            )
 
 
 def split_sizes(styles: Mapping[str, str], model: nn.Module, *, sequence: bool) -> dict[str, int]:

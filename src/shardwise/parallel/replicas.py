@@ -33,9 +33,9 @@ def check_replicas(root: nn.Module, optimizers: Iterable[Optimizer], *, mesh: De
     tensors = list(_named_tensors(root, optimizers))
     device = next((t.device for _, t in tensors), torch.device("cpu"))
     mine = torch.stack([_digest(t) for _, t in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
-    everyone = mine.new_empty((dist.get_world_size(), *mine.shape), device=device)
+    everyone = mine.new_empty(dist.get_world_size() * len(mine), device=device)
     gather_parts(everyone, mine.to(device))
-    digests = everyone.tolist()
+    digests = everyone.unflatten(0, (-1, len(mine))).tolist()
     axes, ranks = mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
     for place, (name, tensor) in enumerate(tensors):
         sharding = _sharding_axes(tensor)

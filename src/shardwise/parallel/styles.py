@@ -25,6 +25,53 @@ from shardwise.parallel.collectives import enter, leave
 from shardwise.parallel.cross_entropy import VocabularyShard, shard_bounds
 
 
+class Noise:
+    """Lets what is drawn between ``fork`` and ``join`` differ between tensor-parallel ranks, and repeat.
+
+    The seed is drawn from the common generator, so that activation checkpointing, which restores that one, finds it
+    again; the common generator itself moves alike on every rank.
+    """
+
+    def __init__(self, *, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._states: list[tuple[Tensor, Tensor | None, torch.device]] = []
+
+    def fork(self, device: torch.device) -> None:
+        """From here on draw what the other ranks do not; on the CPU and on ``device``."""
+        seed = int(torch.randint(2**31, (1,))) * self._ranks + self._rank
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._states.append((torch.get_rng_state(), cuda, device))
+        torch.manual_seed(seed)
+
+    def join(self) -> None:
+        """Draw again what all ranks draw; nothing if that is so."""
+        if self._states:
+            cpu, cuda, device = self._states.pop()
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda, device)
+
+    def inside(self, module: nn.Module) -> None:
+        """Fork when ``module`` starts in training, and join when it ends, if nothing has done so before."""
+
+        def fork(module: nn.Module, args: tuple) -> None:
+            if module.training:
+                self.fork(args[0].device)
+
+        module.register_forward_pre_hook(fork)
+        module.register_forward_hook(lambda module, args, out: self.join(), always_call=True)
+
+
+def is_noisy(module: nn.Module) -> bool:
+    """Whether something in ``module`` drops: torch's layers, and others by the name of what holds their rate."""
+    return any(
+        inner.p > 0
+        if isinstance(inner, nn.modules.dropout._DropoutNd)
+        else any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(inner).items())
+        for inner in module.modules()
+    )
+
+
 @dataclass(frozen=True)
 class Region:
     """Where a module stands."""
@@ -35,6 +82,8 @@ class Region:
     """Whether sequences are split outside of regions."""
     inside: bool
     """Whether the module lies in a container whose input has entered a region for all of it."""
+    noise: Noise | None
+    """Of that container (or of the module, if it is one), which draws for itself; None if nothing is drawn there."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -56,7 +105,9 @@ class Region:
         return x if self.inside else enter(x, self.group, sequence=self.sequence)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Out of the region: the sum over the ranks."""
+        """Out of the region: the sum over the ranks, on which all draw alike again."""
+        if self.noise is not None:
+            self.noise.join()
         return leave(x, self.group, sequence=self.sequence)
 
 
@@ -142,7 +193,7 @@ def sequence(module: nn.Module, at: Region) -> None:
     """A norm or dropout between regions, on this rank's part of the sequence where sequences are split."""
     replicate(module, at)
     if at.sequence:
-        _own_noise(module, at)
+        local(module, at)
 
 
 def replicate(module: nn.Module, at: Region) -> None:
@@ -153,15 +204,20 @@ def replicate(module: nn.Module, at: Region) -> None:
 
 
 def region(module: nn.Module, at: Region) -> None:
-    """A container whose first input enters the region once, for all column-split layers in it."""
+    """A container whose first input enters the region once, for all column-split layers in it.
+
+    It holds one row-split layer, which leaves the region again.
+    """
     _split(module, at, "region", before=at.enter)
     _mark_partial(module, *placements("region", module))
-    _own_noise(module, at)
+    if at.noise is not None:
+        at.noise.inside(module)
 
 
 def local(module: nn.Module, at: Region) -> None:
     """A module on split features, between a column-split and a row-split layer, such as dropout; without parameters."""
-    _own_noise(module, at)
+    if at.noise is None and is_noisy(module):
+        Noise(rank=at.rank, ranks=at.size).inside(module)
 
 
 def packed_attention(module: nn.Module, at: Region) -> None:
@@ -193,7 +249,8 @@ def packed_attention(module: nn.Module, at: Region) -> None:
     if module.in_proj_bias is not None:
         _mark_partial(module, "in_proj_bias")
     _split(module, at, "packed_attention")
-    _own_noise(module, at)
+    if at.noise is not None:
+        at.noise.inside(module)
     module.forward = forward  # type: ignore[method-assign,assignment]
 
 
@@ -319,42 +376,3 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(size, 1))
     return tuple(strides)
-
-
-# ---- noise ---------------------------------------------------------------------------------------------------------
-
-
-def _own_noise(module: nn.Module, at: Region) -> None:
-    """Let what is drawn inside ``module`` differ between tensor-parallel ranks, and repeat when it is recomputed.
-
-    The seed is drawn from the common generator, so that activation checkpointing, which restores that one, finds it
-    again; the common generator itself moves alike on every rank.
-    """
-    if not any(_is_noisy(inner) for inner in module.modules()):
-        return
-    states: list[Any] = []
-
-    def fork(module: nn.Module, args: Any) -> None:
-        if not module.training:
-            return
-        device = args[0].device
-        seed = int(torch.randint(2**31, (1,))) * at.size + at.rank
-        states.append((torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None))
-        torch.manual_seed(seed)
-
-    def join(module: nn.Module, args: Any, out: Any) -> None:
-        if states:
-            cpu, cuda = states.pop()
-            torch.set_rng_state(cpu)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda, args[0].device)
-
-    module.register_forward_pre_hook(fork)
-    module.register_forward_hook(join, always_call=True)
-
-
-def _is_noisy(module: nn.Module) -> bool:
-    """Whether a module drops something: torch's layers, and others by the name of the attribute that holds the rate."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items())

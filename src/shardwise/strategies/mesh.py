@@ -29,6 +29,7 @@ from shardwise.parallel.fsdp import reshard
 from shardwise.parallel.grad_norm import scale_gradients_
 from shardwise.parallel.initialise import materialise, share_values
 from shardwise.parallel.layout import Layout, lay_out
+from shardwise.parallel.plan import Plan
 from shardwise.parallel.replicas import check_replicas
 from shardwise.parallel.state import (
     load_sharded_optimizer_state,
@@ -118,6 +119,8 @@ class MeshStrategy(MeshProcess):
             async_tensor_parallel=async_tensor_parallel,
             reshard_after_forward=reshard_after_forward,
         )
+        self.plan: Plan | None = None
+        """By which layers are split; known once they are."""
         self._check_replicas_every = check_replicas_every_n_steps
         self._defer_gradient_sync = defer_gradient_sync
         self._find_unused_parameters = find_unused_parameters
@@ -183,7 +186,7 @@ class MeshStrategy(MeshProcess):
         self.precision_plugin.convert_module(module)
         if self.dims.world_size > 1:
             share_values(module, device=self.root_device)
-        lay_out(
+        self.plan = lay_out(
             module,
             self._layout,
             mesh=self.mesh,
