@@ -24,7 +24,18 @@ from shardwise.errors import ConfigError
 from shardwise.optim import build_scheduler
 from shardwise.progress import StepMetrics
 from shardwise.strategies import MeshStrategy
-from training import GLOBAL_SIZE, Recorder, build_module, make_trainer, on_layout, relative_gap, shares, train, whole
+from training import (
+    GLOBAL_SIZE,
+    LAYOUTS,
+    Recorder,
+    build_module,
+    make_trainer,
+    on_layout,
+    relative_gap,
+    shares,
+    train,
+    whole,
+)
 
 # ---- communication -------------------------------------------------------------------------------------------------
 
@@ -320,21 +331,23 @@ def fit_to(step: int, layout: str, *, start: str | None, save: str | None) -> li
     """Losses up to `step`, from the beginning or from a checkpoint; every step has the same batch."""
     recorder = Recorder()
     trainer = make_trainer(layout, callbacks=[recorder], max_steps=step, precision="64-true", gradient_clip_val=0.5)
-    trainer.fit(scheduled("gpt-tied"), shares("gpt", 1), ckpt_path=start)
+    trainer.fit(scheduled("gpt-tied"), shares("gpt", 1, tp=LAYOUTS[layout].tp), ckpt_path=start)
     assert trainer.global_step == step
     if save:
         trainer.save_checkpoint(save)
     return recorder.record.losses
 
 
-@pytest.mark.parametrize("before", ["one", "ddp2", "fsdp2", "hsdp4"])
+@pytest.mark.parametrize("before", ["one", "ddp2", "fsdp2", "hsdp4", "tp2", "ddp+tp4", "fsdp+tp4"])
 def test_a_checkpoint_continues_under_any_layout(pool: RankPool, tmp_path: Path, before: str) -> None:
     straight = fit_to(8, "one", start=None, save=None)
     path = str(tmp_path / "middle.ckpt")
     first = on_layout(pool, checkpoint_part, before, 4, before, None, path)[0]
     saved = torch.load(path, weights_only=True)
     assert set(saved["optimizer_states"][0]["state"]) == set(saved["state_dict"]) - {"model.head.weight"}
-    for after in ("one", "ddp2", "fsdp4"):
+    tied = [saved["state_dict"][f"model.{name}.weight"] for name in ("tok_emb", "head")]
+    assert tied[0].data_ptr() == tied[1].data_ptr(), "one tensor, saved once"
+    for after in ("one", "ddp2", "fsdp4", "tp2", "fsdp+tp4"):
         second = on_layout(pool, checkpoint_part, after, 8, after, path, None)[0]
         assert relative_gap(first + second, straight) < 1e-12, (before, after)
     assert build_module("gpt-tied").load_state_dict(saved["state_dict"], assign=True)

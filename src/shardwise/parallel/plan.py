@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ConfigError
+from shardwise.parallel.state import tied_names
 from shardwise.parallel.styles import CONTAINERS, STYLES, Noise, Region, is_noisy
 
 KINDS: dict[str, type[nn.Module]] = {
@@ -82,7 +83,7 @@ def apply_plan(root: nn.Module, plan: Plan, *, mesh: DeviceMesh) -> None:
 
     Its forward pass is to be started by calling it (or the module that holds the parameters), for the hooks to run.
     """
-    tied = _shared(root)
+    tied = tied_names(root)
     noises: dict[str, Noise | None] = {}
     for name, module in list(root.named_modules()):
         style = plan.styles.get(name, "replicate")
@@ -240,7 +241,7 @@ def _check_sizes(styles: Mapping[str, str], model: nn.Module, *, degree: int, se
 
 def _check_ties(styles: Mapping[str, str], model: nn.Module) -> None:
     dims = {"colwise": 0, "vocab_embedding": 0, "vocab_output": 0, "rowwise": 1}
-    for names in _shared(model):
+    for names in tied_names(model):
         how = {name: dims.get(styles.get(name.rpartition(".")[0], "replicate")) for name in names}
         if len(set(how.values())) > 1:
             shown = ", ".join(f"{name} ({styles.get(name.rpartition('.')[0], 'replicate')})" for name in names)
@@ -268,11 +269,3 @@ def _no_plan(model: nn.Module) -> ConfigError:
 def _listed(names: list[str]) -> str:
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _shared(root: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same tensor."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]

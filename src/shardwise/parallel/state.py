@@ -19,13 +19,16 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def whole_model_state(root: nn.Module) -> dict[str, Any]:
-    """The state of a sharded model on the first rank's CPU, empty elsewhere; a collective."""
+    """The state of a model in parts on the first rank's CPU, empty elsewhere; a collective. What is tied stays tied."""
     reshard(root)
-    return get_model_state_dict(root, options=_WHOLE)
+    state = get_model_state_dict(root, options=_WHOLE)
+    for first, *others in tied_names(root):
+        state.update({other: state[first] for other in others if other in state})
+    return state
 
 
 def load_whole_model_state(root: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Load into a sharded model what every rank has whole."""
+    """Load into a model in parts what every rank has whole."""
     reshard(root)
     set_model_state_dict(root, dict(state), options=StateDictOptions(full_state_dict=True, strict=strict))
 
@@ -59,6 +62,14 @@ def load_sharded_optimizer_state(root: nn.Module, optimizer: Optimizer, state: M
         return
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def tied_names(root: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [several for several in names.values() if len(several) > 1]
 
 
 def parameter_names(root: nn.Module, optimizer: Optimizer) -> list[str]:
