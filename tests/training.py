@@ -20,6 +20,7 @@ from shardwise.models.convnet import ConvNet
 from shardwise.models.gpt import GPT
 from shardwise.models.mlp import MLP
 from shardwise.models.vit import ViT
+from shardwise.models.vit_b_16 import ViTB16
 from shardwise.module import IGNORED, Classification, LanguageModel
 from shardwise.optim import build_optimizer
 from shardwise.parallel.dims import ParallelDims
@@ -42,6 +43,14 @@ LAYOUTS = {
     "hybrid8": ParallelDims(dp_replicate=2, dp_shard=2, tp=2),
 }
 """Name (with the number of ranks) -> degrees."""
+BLOCKS = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+PLANS = {
+    "plain": BLOCKS,
+    "masked": BLOCKS,
+    "plan": {**BLOCKS, "norm": "replicate"},
+    "net": {"blocks.*.up": "colwise", "blocks.*.drop": "local", "blocks.*.down": "rowwise"},
+}
+"""Kind -> what its user gives as ``strategy.plan``; the others have plans of their own."""
 
 
 @dataclass
@@ -104,6 +113,52 @@ class Masked(Regression):
         return (errors * keep).sum(), keep.sum()
 
 
+class Planned(Regression):
+    """Wider blocks between a norm, a bias of its own and a head; nothing in it knows of plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(6, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)))
+        self.norm = nn.LayerNorm(8)
+        self.bias = nn.Parameter(torch.full((8,), 0.1))
+        self.head, self.again = nn.Linear(8, 3), nn.Linear(8, 3, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        features = self.norm(self.blocks(self.widen(x)) + self.bias)
+        return F.mse_loss(self.head(features) + self.again(features.square()), y)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.drop = nn.Dropout(0.0)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """A user's network for 8x8 images: torch's own initial weights, and no method that any framework asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 12, 4, stride=4)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.blocks = nn.ModuleList(Residual(12) for _ in range(2))
+        self.head = nn.Linear(4 * 12, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.scale * self.stem(images).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.flatten(1))
+
+
 def tuned(task: pl.LightningModule, *, target: Any = torch.optim.AdamW, lr: float = 1e-2) -> pl.LightningModule:
     """The task with an optimizer, as the framework gives it one."""
     task.configure_optimizers = lambda: build_optimizer(task.named_parameters(), target=target, lr=lr)
@@ -111,26 +166,46 @@ def tuned(task: pl.LightningModule, *, target: Any = torch.optim.AdamW, lr: floa
 
 
 def build_module(kind: str) -> pl.LightningModule:
-    """A tiny LightningModule, on the meta device where it says how its parameters start."""
-    if kind in ("plain", "masked"):
-        return Regression() if kind == "plain" else Masked()
+    """A tiny LightningModule, on the meta device where it says how its parameters start.
+
+    Names of GPTs add up, as in ``gpt-tied-dropout``; ``loss`` is a loss with everything on, and the head in chunks.
+    """
+    own = {"plain": Regression, "masked": Masked, "plan": Planned}
+    if kind in own:
+        return own[kind]()
+    if kind == "net":
+        return tuned(Classification(Net(), num_classes=10))
+    if kind == "vit_b_16":  # torchvision's, with its initial weights, but for the head, which starts at zero
+        model: nn.Module = ViTB16(10, image_size=32, num_layers=2, num_heads=4, hidden_dim=16, mlp_dim=32)
+        nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.1)
+        return tuned(Classification(model, num_classes=10))
+    parts = kind.split("-")
     with torch.device("meta"):
-        model: nn.Module
-        if kind.startswith("gpt"):
-            tied, dropout = "tied" in kind, 0.2 if "dropout" in kind else 0.0
-            model = GPT(
-                VOCABULARY, context=CONTEXT, n_layer=2, n_head=4, width=16, multiple_of=8, tie_embeddings=tied,
-                dropout=dropout,
-            )  # fmt: skip
-        elif kind == "vit":
-            model = ViT(10, image_size=8, in_channels=1, patch_size=4, n_layer=2, n_head=4, width=16)
-        elif kind == "convnet":
-            model = ConvNet(10, in_channels=1, image_size=8, width=3)
-        elif kind == "mlp":
-            model = MLP(10, in_channels=1, image_size=8, width=9)
+        if parts[0] != "gpt":
+            model = image_model(kind)
         else:
-            raise ValueError(kind)
-    return tuned(LanguageModel(model) if kind.startswith("gpt") else Classification(model, num_classes=10))
+            model = GPT(
+                VOCABULARY, context=CONTEXT, n_layer=2, n_head=4, n_kv_head=2 if "gqa" in parts else None, width=16,
+                multiple_of=8, tie_embeddings="tied" in parts, dropout=0.2 if "dropout" in parts else 0.0,
+                soft_cap=2.0 if "loss" in parts else None,
+            )  # fmt: skip
+    if parts[0] != "gpt":
+        return tuned(Classification(model, num_classes=10))
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "loss_chunk": 3} if "loss" in parts else {}
+    return tuned(LanguageModel(model, **options))
+
+
+def image_model(kind: str) -> nn.Module:
+    """A model of ours for 8x8 images."""
+    if kind == "vit":
+        return ViT(10, image_size=8, in_channels=1, patch_size=4, n_layer=2, n_head=4, width=16)
+    if kind == "convnet":
+        return ConvNet(10, in_channels=1, image_size=8, width=3)
+    if kind == "mlp":
+        return MLP(10, in_channels=1, image_size=8, width=9)
+    if kind == "mlp-even":
+        return MLP(10, in_channels=1, image_size=8, width=12)
+    raise ValueError(kind)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -146,10 +221,10 @@ def global_batch(kind: str, step: int) -> tuple[Tensor, Tensor]:
             targets[sample, : (3 * sample + step) % (CONTEXT + 1)] = IGNORED
         targets[:2] = IGNORED
         return tokens[:, :-1], targets
-    if kind in ("plain", "masked"):
+    if kind in ("plain", "masked", "plan"):
         x = torch.randn(GLOBAL_SIZE, 6, generator=generator)
         return x, torch.randn(GLOBAL_SIZE, 3, generator=generator)
-    images = torch.randn(GLOBAL_SIZE, 1, 8, 8, generator=generator)
+    images = torch.randn(GLOBAL_SIZE, *((3, 32, 32) if kind == "vit_b_16" else (1, 8, 8)), generator=generator)
     return images, torch.randint(10, (GLOBAL_SIZE,), generator=generator)
 
 
@@ -248,6 +323,7 @@ def train(
     module = build_module(kind)
     recorder = Recorder()
     options = {"precision": "64-true", "gradient_clip_val": 0.5, "max_steps": steps, **(options or {})}
+    options["strategy"] = {"plan": PLANS.get(kind), **options.get("strategy", {})}
     trainer = make_trainer(layout, callbacks=[recorder], accumulate=accumulate, **options)
     if kind == "convnet":
         trainer.fit(module, datamodule=digits(tp=LAYOUTS[layout].tp))
@@ -282,6 +358,14 @@ def largest_gap(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, floor: fl
         for name, t in theirs.items()
     ]
     return float(torch.stack(gaps).max())
+
+
+def parameter_gap(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, floor: float) -> float:
+    """The largest norm(difference) / max(norm(theirs), floor * norm of all of theirs) over all parameters."""
+    assert ours.keys() == theirs.keys()
+    norms = {name: float(t.double().norm()) for name, t in theirs.items()}
+    least = floor * sum(norm**2 for norm in norms.values()) ** 0.5
+    return max(float((ours[n].double() - t.double()).norm()) / max(norms[n], least) for n, t in theirs.items())
 
 
 def relative_gap(ours: list[float], theirs: list[float]) -> float:

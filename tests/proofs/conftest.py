@@ -31,6 +31,11 @@ def with_section(text: str, title: str, body: str) -> str:
     return text[: found.start()] + section + (f"\n{rest}" if rest else "")
 
 
+def _shown(figure: float) -> str:
+    """A gap has two digits, a loss has four."""
+    return f"{figure:.2g}" if abs(figure) < 0.1 else f"{figure:.4g}"
+
+
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """`results("row", gap=1e-12)` adds a row to the table of this proof, whose title is its module's first line."""
@@ -46,7 +51,7 @@ def results(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     columns = list(dict.fromkeys(key for _, figures in rows for key in figures))
     table = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for name, figures in rows:
-        cells = (f"{figures[key]:.2g}" if key in figures else "" for key in columns)
+        cells = (_shown(figures[key]) if key in figures else "" for key in columns)
         table.append(f"| {name} | {' | '.join(cells)} |")
     versions = f"torch {torch.__version__}, pytorch-lightning {pytorch_lightning.__version__}"
     python = f"Python {platform.python_version()}, {os.cpu_count()} cores"

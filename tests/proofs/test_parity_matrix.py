@@ -1,7 +1,7 @@
 """Parity: the largest differences from one device over 20 steps of AdamW in float64.
 
-Per element of a parameter's gradient after one step, relative; loss and norm of every step, relative; parameters after
-the last step, absolute.
+Gradients after one step, relative, per parameter and per element; loss and norm of every step, relative; parameters
+after the last step, absolute. Clipping is on.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ KINDS = {
     "mlp": "MLP, uneven shards",
     "plain": "a user's module, mean loss",
     "masked": "a user's module, (sum, count)",
+    "plan": "a user's module, plan in YAML",
 }
 LAYOUTS = ("one", "ddp2", "ddp4", "fsdp2", "fsdp4", "hsdp4")
 
@@ -45,6 +46,72 @@ def test_every_layout(pool: RankPool, kind: str, results: Callable[..., None]) -
     ids=["unclipped", "by value", "not deferred", "not resharded"],
 )
 def test_every_option(
+    pool: RankPool, layout: str, options: dict, results: Callable[..., None], request: pytest.FixtureRequest
+) -> None:
+    gaps = check_parity(pool, "gpt-tied", layout, 2, **options)
+    results(f"GPT, tied embeddings: {layout}, accumulate 2, {request.node.callspec.id.rpartition('-')[0]}", **gaps)
+
+
+SPLIT_KINDS = {
+    "gpt": "GPT, ignored targets",
+    "gpt-tied": "GPT, tied embeddings",
+    "vit": "ViT",
+    "plan": "a user's module, plan in YAML",
+}
+RECOMPUTED = {"gpt": ("none", "full"), "gpt-tied": ("none", "selective")}
+"""Activation checkpointing where not all of it is tried, for there are sequences to split or not, too."""
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "ddp+tp4", "fsdp+tp4", "hybrid8"])
+@pytest.mark.parametrize("kind", SPLIT_KINDS)
+def test_every_layout_of_split_layers(pool: RankPool, kind: str, layout: str, results: Callable[..., None]) -> None:
+    for sequences in (True, False) if kind.startswith("gpt") else (None,):
+        for recomputed in RECOMPUTED.get(kind, ("none", "full", "selective")):
+            strategy = {"sequence_parallel": sequences, "activation_checkpointing": recomputed}
+            gaps = check_parity(pool, kind, layout, 2, strategy=strategy)
+            split = "" if sequences is None else ", sequences split" if sequences else ", sequences whole"
+            again = "" if recomputed == "none" else f", {recomputed} recomputation"
+            results(f"{SPLIT_KINDS[kind]}: {layout}, accumulate 2{split}{again}", **gaps)
+
+
+MORE_KINDS = {
+    "gpt-loss": "GPT, smoothed labels, z-loss, soft cap, chunks",
+    "gpt-tied-loss": "GPT, tied embeddings, all of that",
+    "gpt-gqa": "GPT, grouped-query attention",
+    "vit_b_16": "torchvision's ViT",
+    "mlp-even": "MLP",
+    "convnet": "convnet on digits",
+    "net": "a user's network, plan in YAML",
+}
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_other_models_of_split_layers(pool: RankPool, kind: str, results: Callable[..., None]) -> None:
+    for layout, accumulate in (("tp2", 1), ("tp4", 2), ("ddp+tp4", 1), ("fsdp+tp4", 2), ("hybrid8", 2)):
+        if (kind, layout) == ("gpt-gqa", "tp4"):
+            continue  # it has 2 key-value heads
+        gaps = check_parity(pool, kind, layout, accumulate)
+        results(f"{MORE_KINDS[kind]}: {layout}, accumulate {accumulate}", **gaps)
+
+
+@pytest.mark.parametrize("layout", ["one", "ddp2", "fsdp2", "hsdp4"])
+def test_recomputation_without_split_layers(pool: RankPool, layout: str, results: Callable[..., None]) -> None:
+    for kind, recomputed in (("gpt-tied", "full"), ("gpt", "selective"), ("vit", "full"), ("plan", "selective")):
+        gaps = check_parity(pool, kind, layout, 2, strategy={"activation_checkpointing": recomputed})
+        results(f"{KINDS[kind]}: {layout}, accumulate 2, {recomputed} recomputation", **gaps)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp+tp4", "hybrid8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": None},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"strategy": {"defer_gradient_sync": False}},
+    ],
+    ids=["unclipped", "by value", "not deferred"],
+)
+def test_every_option_of_split_layers(
     pool: RankPool, layout: str, options: dict, results: Callable[..., None], request: pytest.FixtureRequest
 ) -> None:
     gaps = check_parity(pool, "gpt-tied", layout, 2, **options)

@@ -307,11 +307,26 @@ def _mark_partial(module: nn.Module, *names: str) -> None:
 # ---- parameters and their local tensors ----------------------------------------------------------------------------
 
 
+class _Local(torch.autograd.Function):
+    """``DTensor.to_local``, whose general backward pass takes more than twice the time (54 us more a parameter)."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        return DTensor(grad, ctx.spec, requires_grad=False)
+
+
 def _local(module: nn.Module, name: str) -> Tensor:
     """What this rank holds of a parameter, on the tape."""
     parameter = module._parameters[name]
     assert parameter is not None
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)
 
 
 def _split(
