@@ -320,13 +320,50 @@ class _Local(torch.autograd.Function):
         return DTensor(grad, ctx.spec, requires_grad=False)
 
 
+class Leaves:
+    """The local tensors of DTensors as leaves of the tape: gradients gather there, and are handed over once a step.
+
+    A parameter that no FSDP gathers is the same memory in every pass, so the way from it to its local tensor and back
+    need not be taken by each micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+
+    def attach(self, root: nn.Module) -> None:
+        """Let the split modules of ``root`` compute on these leaves."""
+        for module in root.modules():
+            module.__dict__["_leaves"] = self
+
+    def of(self, parameter: Any) -> Tensor:
+        """The leaf that shares its memory with the local tensor of ``parameter``."""
+        source, leaf = self._known.get(parameter, (None, None))
+        if source is not parameter._local_tensor or leaf is None or leaf.requires_grad != parameter.requires_grad:
+            source = parameter._local_tensor
+            leaf = source.detach().requires_grad_(parameter.requires_grad)
+            self._known[parameter] = (source, leaf)
+        return leaf
+
+    def hand_over(self) -> None:
+        """Make the gradients that have gathered those of the parameters."""
+        for parameter, (_, leaf) in self._known.items():
+            if leaf.grad is not None:
+                gradient = DTensor(leaf.grad, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+                # What is there already comes from a use of the parameter outside of its module.
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                leaf.grad = None
+
+
 def _local(module: nn.Module, name: str) -> Tensor:
     """What this rank holds of a parameter, on the tape."""
     parameter = module._parameters[name]
     assert parameter is not None
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)
+    if torch.compiler.is_compiling():
+        return parameter.to_local()
+    leaves: Leaves | None = module.__dict__.get("_leaves")
+    return _Local.apply(parameter) if leaves is None else leaves.of(parameter)
 
 
 def _split(

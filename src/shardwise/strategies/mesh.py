@@ -37,7 +37,7 @@ from shardwise.parallel.state import (
     named_optimizer_state,
     whole_model_state,
 )
-from shardwise.parallel.styles import partial_parameters, sum_partial_gradients
+from shardwise.parallel.styles import Leaves, partial_parameters, sum_partial_gradients
 from shardwise.seeds import stable_seed
 from shardwise.strategies.logged import LoggedOnStep, log_over_ranks
 from shardwise.strategies.micro_batches import batch_samples, split_batch
@@ -121,6 +121,7 @@ class MeshStrategy(MeshProcess):
         )
         self.plan: Plan | None = None
         """By which layers are split; known once they are."""
+        self._leaves: Leaves | None = None
         self._check_replicas_every = check_replicas_every_n_steps
         self._defer_gradient_sync = defer_gradient_sync
         self._find_unused_parameters = find_unused_parameters
@@ -196,6 +197,9 @@ class MeshStrategy(MeshProcess):
         if self.holds_parts:
             module._layout = layout  # type: ignore[assignment]
         materialise(module, seed=self.seed, device=self.root_device)
+        if self.plan is not None and not self.wrapped_by_fsdp:
+            self._leaves = Leaves()
+            self._leaves.attach(module)
 
     def _wrap_ddp(self, module: LightningModule) -> DistributedDataParallel:
         on_gpu = self.root_device.type == "cuda"
@@ -289,6 +293,8 @@ class MeshStrategy(MeshProcess):
             logged.keep()
             weighted = plugin.scale_loss(step.weigh(index, loss))
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        if self._leaves is not None:
+            self._leaves.hand_over()
         if self.tp_group is not None:
             sum_partial_gradients(partial_parameters(module), self.tp_group)
         if several:

@@ -1,7 +1,7 @@
 """Lightning's precision plugins with clipping that is right on a mesh, and without autocast where FSDP sets formats."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.grad_norm import clip_by_norm_, clip_by_value_
+from shardwise.parallel.local_step import is_elementwise, on_local_tensors
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Mixed precisions -> format of the computation."""
@@ -26,6 +27,15 @@ class MeshClipping:
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         clip_by_value_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Forward and backward pass, clipping, and the step: on local tensors where that makes no difference."""
+        if getattr(self, "scaler", None) is not None or not is_elementwise(optimizer):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
+        result = self._wrap_closure(model, optimizer, closure)  # type: ignore[attr-defined]
+        with on_local_tensors(optimizer):
+            optimizer.step(**kwargs)
+        return result
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss of a further micro-batch, scaled as the first one was."""
