@@ -43,13 +43,13 @@ class MeshClipping:
         return loss if scaler is None else scaler.scale(loss)
 
 
-class MeshSinglePrecision(MeshClipping, Precision):
+class MeshSinglePrecision(MeshClipping, Precision):  # type: ignore[misc]
     """float32 throughout."""
 
     precision = "32-true"
 
 
-class MeshHalfPrecision(MeshClipping, HalfPrecision):
+class MeshHalfPrecision(MeshClipping, HalfPrecision):  # type: ignore[misc]
     """bfloat16 throughout, except for the sums of metrics."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -57,11 +57,11 @@ class MeshHalfPrecision(MeshClipping, HalfPrecision):
         return module.bfloat16()
 
 
-class MeshDoublePrecision(MeshClipping, DoublePrecision):
+class MeshDoublePrecision(MeshClipping, DoublePrecision):  # type: ignore[misc]
     """float64 throughout."""
 
 
-class MeshMixedPrecision(MeshClipping, MixedPrecision):
+class MeshMixedPrecision(MeshClipping, MixedPrecision):  # type: ignore[misc]
     """float32 parameters, computation in a lower format; one class for all layouts, for its name is in checkpoints.
 
     Args:
