@@ -8,7 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.blocks import compile_blocks, overlap_in_compiled_blocks, recompute_in_backward, repeated_blocks
+from shardwise.parallel.blocks import (
+    CHECKPOINTING,
+    compile_blocks,
+    overlap_in_compiled_blocks,
+    recompute_in_backward,
+    repeated_blocks,
+)
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.fsdp import shard_dim, shard_module, uneven
 from shardwise.parallel.mesh import data_mesh
@@ -32,6 +38,11 @@ class Layout:
     """Hide the communication of split layers behind their products (GPUs, compiled)."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward pass (FSDP)."""
+
+    def __post_init__(self) -> None:
+        if self.activation_checkpointing not in CHECKPOINTING:
+            kinds = ", ".join(CHECKPOINTING)
+            raise ConfigError(f"activation_checkpointing={self.activation_checkpointing!r}: one of {kinds} is needed")
 
     @property
     def works_on_blocks(self) -> str:
@@ -59,6 +70,14 @@ def check_layout(root: nn.Module, layout: Layout, dims: ParallelDims) -> Plan | 
     if dims.tp == 1:
         return None
     plan = read_plan(root, layout.plan, degree=dims.tp, sequence_parallel=layout.sequence_parallel)
+    if layout.compile:
+        compiled = {module for block in repeated_blocks(root) for module in block.modules()}
+        noisy = [name for name in plan.noisy if plan.model.get_submodule(name) in compiled]
+        if noisy:  # the compiler would cut the block there, and compile attention alone
+            raise ConfigError(
+                f"strategy.compile=true, but each rank draws a dropout of its own in {noisy[0]}, which cannot be "
+                f"compiled: type strategy.compile=false, or a dropout of 0"
+            )
     if dims.dp_shard > 1:
         for path, module in root.named_modules():
             for name, placement in placements(plan.styles.get(path, "replicate"), module).items():

@@ -39,6 +39,8 @@ class Plan:
     """The module that the plan is of."""
     sequence: bool
     """Whether sequences are split between the regions."""
+    noisy: tuple[str, ...]
+    """Modules in which each rank draws for itself."""
 
 
 def read_plan(root: nn.Module, given: Mapping[str, str], *, degree: int, sequence_parallel: bool | None) -> Plan:
@@ -75,7 +77,9 @@ def read_plan(root: nn.Module, given: Mapping[str, str], *, degree: int, sequenc
     _check_containers(own)
     _check_sizes(own, model, degree=degree, sequence=sequence)
     _check_ties(own, model)
-    return Plan({prefix + name: style for name, style in own.items()}, model, sequence)
+    alone = (*CONTAINERS, "local", *(["sequence"] if sequence else []))
+    noisy = tuple(name for name, style in own.items() if style in alone and is_noisy(model.get_submodule(name)))
+    return Plan({prefix + name: style for name, style in own.items()}, model, sequence, noisy)
 
 
 def apply_plan(root: nn.Module, plan: Plan, *, mesh: DeviceMesh) -> None:
