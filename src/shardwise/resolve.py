@@ -263,6 +263,8 @@ def _check_stays_in_a_node(config: Config, num_nodes: int) -> None:
 def _way_to(name: str, dims: ParallelDims, world: World) -> str:
     """What to type so that all axes of ``name`` come out above 1, with ``, or `` behind it; nothing if unclear."""
     axes = STRATEGIES[name]
+    if any(degree > 1 for axis, degree in dims.shape.items() if axis not in axes):
+        return ""  # an axis was typed that the name does not promise
     missing = [axis for axis in axes if dims.shape[axis] == 1]
     needed = math.prod(max(2, dims.tp if axis == "tp" else 2) for axis in axes)
     if not missing or world.num_nodes > 1:

@@ -283,4 +283,5 @@ class GPT(nn.Module):
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """What is split by whole heads."""
-        return {"blocks.*.attn: n_kv_head": self.n_kv_head, "blocks.*.attn: n_head": self.n_head}
+        own = {} if self.n_kv_head == self.n_head else {"blocks.*.attn: n_kv_head": self.n_kv_head}
+        return own | {"blocks.*.attn: n_head": self.n_head}

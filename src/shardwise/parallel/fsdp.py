@@ -57,7 +57,7 @@ def shard_module(
         tp = parameter.device_mesh.size()
         dim = shard_dim(tuple(parameter.shape), parameter.placements[0], tp=tp, ranks=ranks)
         if dim is None:
-            raise uneven(names[parameter], tuple(parameter.shape), ranks=ranks)
+            raise uneven(names[parameter], tuple(parameter.shape), parameter.placements[0], tp=tp, ranks=ranks)
         return Shard(dim)
 
     for block in blocks:
@@ -92,12 +92,14 @@ def shard_dim(shape: tuple[int, ...], split: Placement, *, tp: int, ranks: int) 
     return None
 
 
-def uneven(name: str, shape: tuple[int, ...], *, ranks: int) -> ConfigError:
+def uneven(name: str, shape: tuple[int, ...], split: Placement, *, tp: int, ranks: int) -> ConfigError:
     """The error for a split parameter that ``ranks`` shards do not fit."""
     shown = " x ".join(map(str, shape))
+    legal = [d for d in range(2, 2 * ranks) if shard_dim(shape, split, tp=tp, ranks=d) is not None]
+    fix = f"strategy.dp_shard={'|'.join(map(str, legal))}, or " if legal else ""
     return ConfigError(
-        f"{name} ({shown}), which is split over tp, does not divide into strategy.dp_shard={ranks} even shards: type "
-        f"another strategy.dp_shard or strategy.tp, or strategy=ddp+tp"
+        f"{name} ({shown}), split over strategy.tp={tp}, does not divide into strategy.dp_shard={ranks} even shards: "
+        f"type {fix}strategy=ddp+tp"
     )
 
 

@@ -83,7 +83,8 @@ def check_layout(root: nn.Module, layout: Layout, dims: ParallelDims) -> Plan | 
             for name, placement in placements(plan.styles.get(path, "replicate"), module).items():
                 shape = tuple(module.get_parameter(name).shape)
                 if shard_dim(shape, placement, tp=dims.tp, ranks=dims.dp_shard) is None:
-                    raise uneven(f"{path}.{name}".lstrip("."), shape, ranks=dims.dp_shard)
+                    where = f"{path}.{name}".lstrip(".")
+                    raise uneven(where, shape, placement, tp=dims.tp, ranks=dims.dp_shard)
     return plan
 
 

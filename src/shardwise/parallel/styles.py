@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardwise.errors import ConfigError
 from shardwise.parallel.collectives import enter, leave
 from shardwise.parallel.cross_entropy import VocabularyShard, shard_bounds
 
@@ -127,7 +128,18 @@ def placements(style: str, module: nn.Module) -> dict[str, Placement]:
 
 def colwise(module: nn.Module, at: Region) -> None:
     """Split the output features of a linear layer: weight (out/n, in), bias (out/n); the output stays split."""
-    _split(module, at, "colwise", before=at.enter)
+    _split(module, at, "colwise", before=lambda x: at.enter(_whole_input(module, x)))
+
+
+def _whole_input(module: nn.Module, x: Tensor) -> Tensor:
+    """The input of a linear layer that takes all features."""
+    assert isinstance(module, nn.Linear)
+    if x.size(-1) != module.in_features:
+        raise ConfigError(
+            f"strategy.plan: a layer of {module.in_features} input features gets {x.size(-1)}: what is before it is "
+            f"split, so it has to be rowwise, or what is before it must not be colwise"
+        )
+    return x
 
 
 def rowwise(module: nn.Module, at: Region) -> None:
@@ -135,15 +147,24 @@ def rowwise(module: nn.Module, at: Region) -> None:
 
     The bias is added once, after the sum.
     """
-    if module._parameters.get("bias") is None:
-        _split(module, at, "rowwise", after=lambda out, x: at.leave(out))
-        return
+    assert isinstance(module, nn.Linear)
+    biased = module.bias is not None
+    part = module.in_features // at.size
+
+    def before(x: Tensor) -> Tensor:
+        if x.size(-1) != part:
+            raise ConfigError(
+                f"strategy.plan: a rowwise layer gets {x.size(-1)} features and not its part of {module.in_features}, "
+                f"{part}: the layer before it has to be colwise"
+            )
+        return x
 
     def after(out: Tensor, x: Tensor) -> Tensor:
-        return at.leave(out) + _local(module, "bias")
+        out = at.leave(out)
+        return out + _local(module, "bias") if biased else out
 
-    _split(module, at, "rowwise", after=after, hidden=("bias",))
-    if at.sequence:
+    _split(module, at, "rowwise", before=before, after=after, hidden=("bias",) if biased else ())
+    if biased and at.sequence:
         _mark_partial(module, "bias")
 
 
@@ -198,7 +219,8 @@ def sequence(module: nn.Module, at: Region) -> None:
 
 def replicate(module: nn.Module, at: Region) -> None:
     """The same parameters on every rank."""
-    _split(module, at, "replicate")
+    linear = isinstance(module, nn.Linear)
+    _split(module, at, "replicate", before=(lambda x: _whole_input(module, x)) if linear else None)
     if at.sequence or at.inside:
         _mark_partial(module, *placements("replicate", module))
 
@@ -339,6 +361,8 @@ class Leaves:
         """The leaf that shares its memory with the local tensor of ``parameter``."""
         source, leaf = self._known.get(parameter, (None, None))
         if source is not parameter._local_tensor or leaf is None or leaf.requires_grad != parameter.requires_grad:
+            if leaf is not None:
+                _hand_over(leaf, parameter)
             source = parameter._local_tensor
             leaf = source.detach().requires_grad_(parameter.requires_grad)
             self._known[parameter] = (source, leaf)
@@ -347,11 +371,15 @@ class Leaves:
     def hand_over(self) -> None:
         """Make the gradients that have gathered those of the parameters."""
         for parameter, (_, leaf) in self._known.items():
-            if leaf.grad is not None:
-                gradient = DTensor(leaf.grad, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
-                # What is there already comes from a use of the parameter outside of its module.
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                leaf.grad = None
+            _hand_over(leaf, parameter)
+
+
+def _hand_over(leaf: Tensor, parameter: Any) -> None:
+    if leaf.grad is not None:
+        gradient = DTensor(leaf.grad, parameter._spec, requires_grad=False)
+        # What is there already comes from a use of the parameter outside of its module.
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        leaf.grad = None
 
 
 def _local(module: nn.Module, name: str) -> Tensor:

@@ -40,7 +40,7 @@ from shardwise.parallel.state import (
 from shardwise.parallel.styles import Leaves, partial_parameters, sum_partial_gradients
 from shardwise.seeds import stable_seed
 from shardwise.strategies.logged import LoggedOnStep, log_over_ranks
-from shardwise.strategies.micro_batches import batch_samples, split_batch
+from shardwise.strategies.micro_batches import batch_samples, check_same_batch, split_batch
 from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
 from shardwise.strategies.process import MeshProcess
 from shardwise.strategies.step import Step
@@ -234,6 +234,8 @@ class MeshStrategy(MeshProcess):
         Returns:
             Mean loss of the first micro-batch on this rank.
         """
+        if self._starting and self.tp_group is not None:
+            check_same_batch(batch, self.tp_group)
         count_targets = getattr(self.lightning_module, "count_targets", None)
         batches = split_batch(batch, self.accumulate)
         counts = None if self._counts_late else self._count(batches, count_targets)
@@ -330,9 +332,11 @@ class MeshStrategy(MeshProcess):
 
     def _check_replicas(self) -> None:
         every, module = self._check_replicas_every, self.lightning_module
-        if self.mesh is None or not every or module is None or module.trainer.global_step % every:
+        if self.mesh is None or not every or module is None:
             return
-        check_replicas(module, self.optimizers, mesh=self.mesh, step=module.trainer.global_step)
+        step = module.trainer.global_step + 1  # Lightning counts it when this has returned
+        if step % every == 0:
+            check_replicas(module, self.optimizers, mesh=self.mesh, step=step)
 
     # ---- evaluation -----------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -66,3 +67,20 @@ def _cut(leaf: Any, sizes: list[int], ends: list[int]) -> list[Any]:
     if isinstance(leaf, Tensor):
         return list(torch.split(leaf, sizes))
     return [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def check_same_batch(batch: Any, group: dist.ProcessGroup) -> None:
+    """Whether all ranks of ``group``, which split each layer between them, have the same batch; a collective.
+
+    Raises:
+        RuntimeError: on every rank. Training would go on, to numbers that mean nothing.
+    """
+    tensors = [leaf for leaf in _flatten(batch)[0] if isinstance(leaf, Tensor)]
+    mine = [(tuple(leaf.shape), str(leaf.dtype), float(leaf.double().sum())) for leaf in tensors]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if any(other != mine for other in everyone):
+        raise RuntimeError(
+            "the ranks that split each layer between them got different batches: let the loader shard by dp_rank and "
+            "dp_size of the strategy (Lightning's own sampler does), and draw nothing from a rank's own generator"
+        )

@@ -1,0 +1,295 @@
+"""What the styles do while a module runs: whose noise, whose memory, which gradients; and what is done to blocks."""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from pool import RankError, RankPool
+from shardwise.errors import ConfigError
+from shardwise.models.gpt import GPT
+from shardwise.models.mlp import MLP
+from shardwise.parallel.dims import ParallelDims
+from shardwise.parallel.layout import Layout, check_layout
+from shardwise.parallel.local_step import is_elementwise, on_local_tensors
+from shardwise.parallel.plan import apply_plan, read_plan
+from shardwise.parallel.styles import Leaves, partial_parameters, sum_partial_gradients
+from test_parity import check_parity
+from training import build_module, make_trainer, shares
+
+
+class Pair(nn.Module):
+    """Dropout before and after the layer that ends the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.inner = nn.Dropout(0.5)
+        self.down = nn.Linear(16, 8)
+        self.outer = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.down(self.inner(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Pair()
+        self.second = Pair()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * self.scale
+
+
+PLAN = {"first": "region", "*.up": "colwise", "*.down": "rowwise", "second.inner": "local"}
+
+
+def split_net(plan: dict[str, str] = PLAN, *, leaves: bool) -> tuple[Net, Leaves | None]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(1)
+    net = Net().double()
+    apply_plan(net, read_plan(net, plan, degree=mesh.size(), sequence_parallel=None), mesh=mesh)
+    if not leaves:
+        return net, None
+    attached = Leaves()
+    attached.attach(net)
+    return net, attached
+
+
+def masks() -> dict[str, list[bool]]:
+    """Which elements each dropout has kept."""
+    net, _ = split_net(leaves=False)
+    seen: dict[str, list[bool]] = {}
+
+    def note(name: str, module: nn.Module, args: Any, out: Tensor) -> None:
+        seen[name] = (out != 0).flatten().tolist()
+
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(partial(note, name))
+    torch.manual_seed(7)
+    net(torch.randn(4, 8, dtype=torch.float64))
+    seen["next draw"] = [bool(bit) for bit in torch.randint(2, (64,))]
+    return seen
+
+
+def test_split_features_draw_noise_of_their_own_and_what_follows_the_region_draws_alike(pool: RankPool) -> None:
+    first, second = pool.run(masks)
+    assert first == pool.run(masks)[0], "repeatable"
+    for name in ("first.inner", "second.inner"):
+        assert first[name] != second[name]
+    for name in ("first.outer", "second.outer", "next draw"):
+        assert first[name] == second[name]
+
+
+def gradients(leaves: bool) -> dict[str, Tensor]:
+    """Two passes without dropout, a penalty on a parameter outside of its module, and a frozen layer."""
+    net, attached = split_net(leaves=leaves)
+    net.eval()
+    x = torch.arange(32, dtype=torch.float64).view(4, 8) / 32
+    for _ in range(2):
+        net(x).square().sum().backward()
+    penalty = net.scale.square().sum()
+    (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty).backward()
+    net.second.up.weight.requires_grad_(False)
+    net(x).sum().backward()
+    if attached is not None:
+        attached.hand_over()
+    sum_partial_gradients(partial_parameters(net), dist.group.WORLD)
+    assert all(isinstance(p, DTensor) for p in net.parameters()), "also as attributes, outside of a pass"
+    return {name: p.grad.full_tensor() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def test_leaves_gather_the_same_gradients_as_the_parameters_themselves(pool: RankPool) -> None:
+    plain, gathered = pool.run(gradients, False)[0], pool.run(gradients, True)[0]
+    assert plain.keys() == gathered.keys()
+    for name, gradient in plain.items():
+        assert torch.allclose(gathered[name], gradient, rtol=1e-13, atol=0), name
+    torch.manual_seed(1)
+    net = Net().double().eval()
+    x = torch.arange(32, dtype=torch.float64).view(4, 8) / 32
+    for _ in range(2):
+        net(x).square().sum().backward()
+    net.scale.square().sum().backward()
+    net.second.up.weight.requires_grad_(False)
+    net(x).sum().backward()
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(gathered[name], parameter.grad, rtol=1e-12, atol=1e-14), name
+
+
+def steps(name: str, local: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Three steps of an optimizer; whole parameters and state."""
+    net, _ = split_net(leaves=False)
+    parameters = list(net.parameters())
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
+    assert is_elementwise(optimizer)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        for p in parameters:
+            full = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            p.grad = torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
+        if local:
+            with on_local_tensors(optimizer):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert all(group["params"][0] is parameters[0] for group in optimizer.param_groups)
+    state = [optimizer.state[p][key] for p in parameters for key in sorted(optimizer.state[p]) if key != "step"]
+    assert state
+    assert all(isinstance(value, DTensor) for value in state)
+    return [p.full_tensor().detach() for p in parameters], [value.full_tensor() for value in state]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_a_step_on_local_tensors_is_the_same_step(pool: RankPool, name: str) -> None:
+    ours, theirs = pool.run(steps, name, True)[0], pool.run(steps, name, False)[0]
+    for mine, other in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
+        assert torch.allclose(mine, other, rtol=1e-14, atol=0)
+
+
+def test_only_elementwise_optimizers_step_on_local_tensors() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    assert not is_elementwise(torch.optim.AdamW([parameter])), "nothing is sharded"
+
+    class Scaled(torch.optim.SGD):
+        """May look at norms."""
+
+    assert Scaled not in (type(o) for o in [torch.optim.SGD([parameter])])
+    assert not is_elementwise(Scaled([parameter]))
+    assert not is_elementwise(torch.optim.Adafactor([parameter]))
+
+
+# ---- block by block ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_compiled_blocks_have_the_gradients_of_one_device(pool: RankPool, layout: str) -> None:
+    check_parity(pool, "gpt", layout, 1, strategy={"compile": True})
+
+
+def test_names_stay_as_they_are() -> None:
+    with torch.device("meta"):
+        plain, changed = (GPT(19, context=8, n_layer=2, n_head=2, width=16) for _ in range(2))
+    from shardwise.parallel.layout import lay_out
+
+    layout = Layout(activation_checkpointing="selective", compile=True)
+    lay_out(changed, layout, mesh=None, dims=ParallelDims(), compute_dtype=None)
+    assert list(changed.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in changed.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+def refused(model: nn.Module, dims: ParallelDims, **layout: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(model, Layout(**layout), dims)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_done_is_refused_before_anything_is_changed() -> None:
+    with torch.device("meta"):
+        mlp = MLP(10, in_features=8, width=8)
+        noisy = GPT(19, context=8, n_layer=2, n_head=2, width=16, dropout=0.1)
+    said = refused(mlp, ParallelDims(), activation_checkpointing="full")
+    assert said.startswith("MLP has no repeated blocks, on which strategy.activation_checkpointing=full works")
+    assert "strategy.compile=true works" in refused(mlp, ParallelDims(tp=2), compile=True)
+    said = refused(noisy, ParallelDims(tp=2), compile=True)
+    assert "strategy.compile=true, but each rank draws a dropout of its own in blocks.0." in said
+    assert check_layout(noisy, Layout(compile=True), ParallelDims(dp_shard=2)) is None, "nothing is split there"
+    with pytest.raises(ConfigError, match="activation_checkpointing='some': one of none, selective, full is needed"):
+        Layout(activation_checkpointing="some")
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (
+            {"first": "region", "*.up": "colwise", "second.down": "rowwise"},
+            "first is a region with no rowwise layer, and exactly one has to end",
+        ),
+        (
+            {"first": "region", "first.inner": "region", "*.up": "colwise", "*.down": "rowwise"},
+            "first.inner (region) lies in first, a region already: leave one out",
+        ),
+    ],
+)
+def test_a_region_is_entered_once_and_left_once(plan: dict[str, str], said: str) -> None:
+    assert said in refused(Net(), ParallelDims(tp=2), plan=plan)
+
+
+def test_a_region_around_two_pairs_is_refused() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Net()
+
+    plan = {"body": "region", "body.*.up": "colwise", "body.*.down": "rowwise"}
+    said = refused(Two(), ParallelDims(tp=2), plan=plan)
+    assert "body is a region with 2 rowwise layers (body.first.down, body.second.down)" in said
+
+
+class Rows(nn.Module):
+    """Linear layers one after the other."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+        self.rows = nn.Sequential(*(step for layer in layers for step in (layer, nn.Tanh())))
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"rows.0": "colwise"}, "rows.0 is colwise, and nothing is rowwise: the layers of a pair are colwise"),
+        ({"rows.2": "rowwise"}, "rows.2 is rowwise, and nothing is colwise"),
+        (
+            {"rows.0": "colwise", "rows.2": "rowwise", "rows.4": "colwise"},
+            "rows.4 is colwise, and no rowwise layer belongs to it: in a Sequential colwise and rowwise layers take ",
+        ),
+        (
+            {"rows.0": "colwise", "rows.2": "colwise", "rows.4": "rowwise"},
+            "rows.2 is colwise, and rows.0 before it is colwise: in a Sequential",
+        ),
+        ({"rows.0": "rowwise", "rows.2": "colwise"}, "rows.0 is rowwise, and no colwise layer belongs to it"),
+    ],
+)
+def test_what_is_left_split_has_to_be_taken(plan: dict[str, str], said: str) -> None:
+    assert said in refused(Rows(8, 16, 8, 16), ParallelDims(tp=2), plan=plan)
+    check_layout(Rows(8, 16, 8, 16), Layout(plan={"rows.0": "colwise", "rows.2": "rowwise"}), ParallelDims(tp=2))
+
+
+def wrong_features() -> list[str]:
+    """Plans that no table shows to be wrong, on layers that are called."""
+    messages = []
+    for plan in ({"first.down": "rowwise", "second.up": "colwise"}, {"second.down": "rowwise", "first.up": "colwise"}):
+        net, _ = split_net(plan, leaves=False)
+        with pytest.raises(ConfigError) as caught:
+            net(torch.ones(2, 8, dtype=torch.float64))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_layer_that_gets_the_wrong_features_says_what_its_neighbour_has_to_be(pool: RankPool) -> None:
+    whole, also_whole = pool.run(wrong_features)[0]
+    assert whole.startswith(
+        "strategy.plan: a rowwise layer gets 16 features and not its part of 16, 8: the layer before"
+    )
+    assert also_whole.startswith(
+        "strategy.plan: a layer of 16 input features gets 8: what is before it is split, so it"
+    )
+
+
+def different_batches() -> None:
+    make_trainer("tp2", max_steps=1).fit(build_module("gpt"), shares("gpt", 1))  # shares of two data-parallel ranks
+
+
+def test_ranks_that_split_layers_and_see_different_batches_are_stopped(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="the ranks that split each layer between them got different batches"):
+        pool.run(different_batches)
