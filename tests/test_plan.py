@@ -30,9 +30,9 @@ from shardwise.module import LanguageModel
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.initialise import materialise
 from shardwise.parallel.layout import Layout, check_layout, lay_out
+from shardwise.parallel.local_tensors import partial_parameters, sum_partial_gradients
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.plan import apply_plan, read_plan
-from shardwise.parallel.styles import partial_parameters, sum_partial_gradients
 
 Start = Callable[[int, ParallelDims], DeviceMesh]
 

@@ -18,8 +18,8 @@ from shardwise.models.mlp import MLP
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.layout import Layout, check_layout
 from shardwise.parallel.local_step import is_elementwise, on_local_tensors
+from shardwise.parallel.local_tensors import Leaves, partial_parameters, sum_partial_gradients
 from shardwise.parallel.plan import apply_plan, read_plan
-from shardwise.parallel.styles import Leaves, partial_parameters, sum_partial_gradients
 from test_parity import check_parity
 from training import build_module, make_trainer, shares
 
@@ -293,3 +293,63 @@ def different_batches() -> None:
 def test_ranks_that_split_layers_and_see_different_batches_are_stopped(pool: RankPool) -> None:
     with pytest.raises(RankError, match="the ranks that split each layer between them got different batches"):
         pool.run(different_batches)
+
+
+class Encoder(nn.Module):
+    """PyTorch's own layer, whose attention computes with its output layer's parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def encoder(plan: dict[str, str] | None) -> dict[str, Tensor]:
+    """Output and gradients, in training and, for the output, in evaluation."""
+    torch.manual_seed(5)
+    model = Encoder().double()
+    x = torch.randn(3, 4, 8, dtype=torch.float64)
+    if plan is not None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        apply_plan(model, read_plan(model, plan, degree=2, sequence_parallel=None), mesh=mesh)
+    out = model(x)
+    out.square().sum().backward()
+    found = {"out": out.detach()}
+    with torch.no_grad():
+        found["evaluation"] = model.eval()(x)
+    if plan is not None:
+        sum_partial_gradients(partial_parameters(model), dist.group.WORLD)
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return found
+
+
+MLP_OF_A_LAYER = {"layer.linear1": "colwise", "layer.linear2": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        MLP_OF_A_LAYER,
+        MLP_OF_A_LAYER | {"layer.self_attn": "packed_attention", "layer.self_attn.out_proj": "rowwise"},
+    ],
+    ids=["attention whole", "attention split"],
+)
+def test_pytorchs_own_transformer_layer(pool: RankPool, plan: dict[str, str]) -> None:
+    expected = encoder(None)
+    for found in pool.run(encoder, plan):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-14), name
+
+
+def test_recurrent_layers_are_refused() -> None:
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = nn.LSTM(8, 8)
+
+    assert "memory is of type LSTM, which keeps a list of its weights" in refused(
+        Recurrent(), ParallelDims(tp=2), plan=PLAN
+    )

@@ -1,16 +1,10 @@
 """How one module is split over the tensor-parallel ranks: the styles that a plan names.
 
-Parameters are DTensors, so that clipping, optimizers, FSDP and checkpoints see one kind of tensor. The computation runs
-on their local tensors: while a module runs, its parameters are shadowed by what this rank holds, so that any forward
-code works, and the few collectives stand where the style puts them. Sending every operation through DTensor costs more
-than the communication on small models.
-
-The gradient of a parameter that is replicated, but sees only this rank's part of the activations (a norm on a part of
-the sequence, anything whole inside a region), is a summand. It is declared whole nevertheless, and
-``sum_partial_gradients`` makes it so once a step, for all of them in one all-reduce.
+Parameters become DTensors, so that clipping, optimizers, FSDP and checkpoints see one kind of tensor; the computation
+runs on their local tensors (local_tensors.py), and the few collectives stand where the style puts them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,59 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.collectives import enter, leave
 from shardwise.parallel.cross_entropy import VocabularyShard, shard_bounds
-
-
-class Noise:
-    """Lets what is drawn between ``fork`` and ``join`` differ between tensor-parallel ranks, and repeat.
-
-    The seed is drawn from the common generator, so that activation checkpointing, which restores that one, finds it
-    again; the common generator itself moves alike on every rank.
-    """
-
-    def __init__(self, *, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
-        self._states: list[tuple[Tensor, Tensor | None, torch.device]] = []
-
-    def fork(self, device: torch.device) -> None:
-        """From here on draw what the other ranks do not; on the CPU and on ``device``."""
-        seed = int(torch.randint(2**31, (1,))) * self._ranks + self._rank
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._states.append((torch.get_rng_state(), cuda, device))
-        torch.manual_seed(seed)
-
-    def join(self) -> None:
-        """Draw again what all ranks draw; nothing if that is so."""
-        if self._states:
-            cpu, cuda, device = self._states.pop()
-            torch.set_rng_state(cpu)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda, device)
-
-    def inside(self, module: nn.Module) -> None:
-        """Fork when ``module`` starts in training, and join when it ends, if nothing has done so before."""
-
-        def fork(module: nn.Module, args: tuple) -> None:
-            if module.training:
-                self.fork(args[0].device)
-
-        module.register_forward_pre_hook(fork)
-        module.register_forward_hook(lambda module, args, out: self.join(), always_call=True)
-
-
-def is_noisy(module: nn.Module) -> bool:
-    """Whether something in ``module`` drops: torch's layers, and others by the name of what holds their rate."""
-    return any(
-        inner.p > 0
-        if isinstance(inner, nn.modules.dropout._DropoutNd)
-        else any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(inner).items())
-        for inner in module.modules()
-    )
+from shardwise.parallel.local_tensors import hide, local_tensor, mark_partial, show, split_parameters
+from shardwise.parallel.noise import Noise, is_noisy
 
 
 @dataclass(frozen=True)
@@ -161,11 +110,11 @@ def rowwise(module: nn.Module, at: Region) -> None:
 
     def after(out: Tensor, x: Tensor) -> Tensor:
         out = at.leave(out)
-        return out + _local(module, "bias") if biased else out
+        return out + local_tensor(module, "bias") if biased else out
 
     _split(module, at, "rowwise", before=before, after=after, hidden=("bias",) if biased else ())
     if biased and at.sequence:
-        _mark_partial(module, "bias")
+        mark_partial(module, "bias")
 
 
 def vocab_embedding(module: nn.Module, at: Region) -> None:
@@ -221,8 +170,12 @@ def replicate(module: nn.Module, at: Region) -> None:
     """The same parameters on every rank."""
     linear = isinstance(module, nn.Linear)
     _split(module, at, "replicate", before=(lambda x: _whole_input(module, x)) if linear else None)
+    if isinstance(module, nn.MultiheadAttention):
+        # It computes with its output layer's parameters itself.
+        module.register_forward_pre_hook(lambda module, args: show(module.out_proj, ("weight", "bias")))
+        module.register_forward_hook(lambda module, args, out: hide(module.out_proj), always_call=True)
     if at.sequence or at.inside:
-        _mark_partial(module, *placements("replicate", module))
+        mark_partial(module, *placements("replicate", module))
 
 
 def region(module: nn.Module, at: Region) -> None:
@@ -231,7 +184,7 @@ def region(module: nn.Module, at: Region) -> None:
     It holds one row-split layer, which leaves the region again.
     """
     _split(module, at, "region", before=at.enter)
-    _mark_partial(module, *placements("region", module))
+    mark_partial(module, *placements("region", module))
     if at.noise is not None:
         at.noise.inside(module)
 
@@ -269,7 +222,7 @@ def packed_attention(module: nn.Module, at: Region) -> None:
         return (out if module.batch_first else out.transpose(0, 1)), None
 
     if module.in_proj_bias is not None:
-        _mark_partial(module, "in_proj_bias")
+        mark_partial(module, "in_proj_bias")
     _split(module, at, "packed_attention")
     if at.noise is not None:
         at.noise.inside(module)
@@ -293,162 +246,8 @@ CONTAINERS = ("region", "packed_attention")
 """Styles that enter the region for everything inside a module."""
 
 
-# ---- gradients that are summands -----------------------------------------------------------------------------------
-
-
-def partial_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of ``root`` whose gradients are this rank's summand until ``sum_partial_gradients``."""
-    for module in root.modules():
-        for name in getattr(module, "_partial_gradients", ()):
-            parameter = module._parameters[name]
-            assert parameter is not None
-            if parameter.requires_grad:
-                yield parameter
-
-
-def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Add up in place, over ``group``, the gradients of ``partial_parameters``; one all-reduce for each format."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            by_dtype.setdefault(part.dtype, []).append(part)
-    for parts in by_dtype.values():
-        flat = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(flat, group=group)
-        torch._foreach_copy_(
-            parts, [f.view_as(part) for f, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
-        )
-
-
-def _mark_partial(module: nn.Module, *names: str) -> None:
-    module._partial_gradients = names  # type: ignore[assignment]
-
-
-# ---- parameters and their local tensors ----------------------------------------------------------------------------
-
-
-class _Local(torch.autograd.Function):
-    """``DTensor.to_local``, whose general backward pass takes more than twice the time (54 us more a parameter)."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        return parameter._local_tensor.view_as(parameter._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return DTensor(grad, ctx.spec, requires_grad=False)
-
-
-class Leaves:
-    """The local tensors of DTensors as leaves of the tape: gradients gather there, and are handed over once a step.
-
-    A parameter that no FSDP gathers is the same memory in every pass, so the way from it to its local tensor and back
-    need not be taken by each micro-batch.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-
-    def attach(self, root: nn.Module) -> None:
-        """Let the split modules of ``root`` compute on these leaves."""
-        for module in root.modules():
-            module.__dict__["_leaves"] = self
-
-    def of(self, parameter: Any) -> Tensor:
-        """The leaf that shares its memory with the local tensor of ``parameter``."""
-        source, leaf = self._known.get(parameter, (None, None))
-        if source is not parameter._local_tensor or leaf is None or leaf.requires_grad != parameter.requires_grad:
-            if leaf is not None:
-                _hand_over(leaf, parameter)
-            source = parameter._local_tensor
-            leaf = source.detach().requires_grad_(parameter.requires_grad)
-            self._known[parameter] = (source, leaf)
-        return leaf
-
-    def hand_over(self) -> None:
-        """Make the gradients that have gathered those of the parameters."""
-        for parameter, (_, leaf) in self._known.items():
-            _hand_over(leaf, parameter)
-
-
-def _hand_over(leaf: Tensor, parameter: Any) -> None:
-    if leaf.grad is not None:
-        gradient = DTensor(leaf.grad, parameter._spec, requires_grad=False)
-        # What is there already comes from a use of the parameter outside of its module.
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        leaf.grad = None
-
-
-def _local(module: nn.Module, name: str) -> Tensor:
-    """What this rank holds of a parameter, on the tape."""
-    parameter = module._parameters[name]
-    assert parameter is not None
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if torch.compiler.is_compiling():
-        return parameter.to_local()
-    leaves: Leaves | None = module.__dict__.get("_leaves")
-    return _Local.apply(parameter) if leaves is None else leaves.of(parameter)
-
-
-def _split(
-    module: nn.Module,
-    at: Region,
-    style: str,
-    *,
-    before: Callable[[Tensor], Tensor] | None = None,
-    after: Callable[[Any, Tensor], Any] | None = None,
-    hidden: tuple[str, ...] = (),
-) -> None:
-    """Make a module's own parameters DTensors, and let its forward pass see their local tensors.
-
-    Args:
-        module: its parameters are replaced in place.
-        at: where it stands.
-        style: says how each parameter is placed.
-        before: changes the first input.
-        after: changes the output, given the (changed) first input, while the local tensors are still to be seen.
-        hidden: parameters that the forward pass is not to see.
-    """
-    placed = placements(style, module)
-    for name, placement in placed.items():
-        parameter = module.get_parameter(name)
-        split = nn.Parameter(_placed(parameter.detach(), at, placement), requires_grad=parameter.requires_grad)
-        module.register_parameter(name, split)
-    seen = [name for name in placed if name not in hidden]
-
-    def enter_module(module: nn.Module, args: tuple) -> tuple:
-        shown = module.__dict__
-        for name in seen:
-            shown[name] = _local(module, name)
-        for name in hidden:
-            shown[name] = None
-        return args if before is None else (before(args[0]), *args[1:])
-
-    def leave_module(module: nn.Module, args: tuple, out: Any) -> Any:
-        try:
-            return out if after is None or out is None else after(out, args[0])
-        finally:
-            for name in placed:
-                module.__dict__.pop(name, None)
-
-    if placed or before is not None:
-        module.register_forward_pre_hook(enter_module)
-        module.register_forward_hook(leave_module, always_call=True)
-
-
-def _placed(tensor: Tensor, at: Region, placement: Placement) -> DTensor:
-    """The DTensor whose local part is this rank's of ``tensor``; no collective."""
-    factor = getattr(placement, "split_factor", None)
-    if factor is None:
-        return distribute_tensor(tensor, at.mesh, [placement], src_data_rank=None)
-    part = tensor.unflatten(0, (factor, at.size, -1))[:, at.rank].flatten(0, 1).contiguous()
-    return DTensor.from_local(
-        part, at.mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
-    )
+def _split(module: nn.Module, at: Region, style: str, **changes: Any) -> None:
+    split_parameters(module, placements(style, module), mesh=at.mesh, **changes)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from shardwise.parallel.fsdp import reshard
 from shardwise.parallel.grad_norm import scale_gradients_
 from shardwise.parallel.initialise import materialise, share_values
 from shardwise.parallel.layout import Layout, lay_out
+from shardwise.parallel.local_tensors import Leaves, partial_parameters, sum_partial_gradients
 from shardwise.parallel.plan import Plan
 from shardwise.parallel.replicas import check_replicas
 from shardwise.parallel.state import (
@@ -37,7 +38,6 @@ from shardwise.parallel.state import (
     named_optimizer_state,
     whole_model_state,
 )
-from shardwise.parallel.styles import Leaves, partial_parameters, sum_partial_gradients
 from shardwise.seeds import stable_seed
 from shardwise.strategies.logged import LoggedOnStep, log_over_ranks
 from shardwise.strategies.micro_batches import batch_samples, check_same_batch, split_batch
