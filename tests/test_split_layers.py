@@ -5,23 +5,28 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from pool import RankError, RankPool
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT
 from shardwise.models.mlp import MLP
+from shardwise.module import LanguageModel
 from shardwise.parallel.dims import ParallelDims
-from shardwise.parallel.layout import Layout, check_layout
+from shardwise.parallel.initialise import materialise
+from shardwise.parallel.layout import Layout, check_layout, lay_out
 from shardwise.parallel.local_step import is_elementwise, on_local_tensors
 from shardwise.parallel.local_tensors import Leaves, partial_parameters, sum_partial_gradients
+from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.plan import apply_plan, read_plan
 from test_parity import check_parity
-from training import build_module, make_trainer, shares
+from training import Record, Recorder, build_module, global_batch, largest_gap, make_trainer, shares, whole
 
 
 class Pair(nn.Module):
@@ -155,16 +160,19 @@ def test_a_step_on_local_tensors_is_the_same_step(pool: RankPool, name: str) -> 
         assert torch.allclose(mine, other, rtol=1e-14, atol=0)
 
 
-def test_only_elementwise_optimizers_step_on_local_tensors() -> None:
-    parameter = nn.Parameter(torch.ones(2, 2))
-    assert not is_elementwise(torch.optim.AdamW([parameter])), "nothing is sharded"
+class Scaled(torch.optim.SGD):
+    """May look at norms."""
 
-    class Scaled(torch.optim.SGD):
-        """May look at norms."""
 
-    assert Scaled not in (type(o) for o in [torch.optim.SGD([parameter])])
-    assert not is_elementwise(Scaled([parameter]))
-    assert not is_elementwise(torch.optim.Adafactor([parameter]))
+def elementwise() -> dict[str, bool]:
+    net, _ = split_net(leaves=False)
+    optimizers = (torch.optim.AdamW, torch.optim.SGD, Scaled, torch.optim.Adafactor)
+    return {kind.__name__: is_elementwise(kind(net.parameters())) for kind in optimizers}  # type: ignore[operator]
+
+
+def test_only_elementwise_optimizers_step_on_local_tensors(pool: RankPool) -> None:
+    assert pool.run(elementwise)[0] == {"AdamW": True, "SGD": True, "Scaled": False, "Adafactor": False}
+    assert not is_elementwise(torch.optim.AdamW([nn.Parameter(torch.ones(2, 2))])), "nothing is sharded"
 
 
 # ---- block by block ------------------------------------------------------------------------------------------------
@@ -178,8 +186,6 @@ def test_compiled_blocks_have_the_gradients_of_one_device(pool: RankPool, layout
 def test_names_stay_as_they_are() -> None:
     with torch.device("meta"):
         plain, changed = (GPT(19, context=8, n_layer=2, n_head=2, width=16) for _ in range(2))
-    from shardwise.parallel.layout import lay_out
-
     layout = Layout(activation_checkpointing="selective", compile=True)
     lay_out(changed, layout, mesh=None, dims=ParallelDims(), compute_dtype=None)
     assert list(changed.state_dict()) == list(plain.state_dict())
@@ -352,4 +358,196 @@ def test_recurrent_layers_are_refused() -> None:
 
     assert "memory is of type LSTM, which keeps a list of its weights" in refused(
         Recurrent(), ParallelDims(tp=2), plan=PLAN
+    )
+
+
+# ---- what would be counted several times, or not at all ------------------------------------------------------------
+
+
+class Skips(nn.Module):
+    """A pair whose input goes past it, whose output is scaled, or that takes a second input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        out = self.down(self.up(x).tanh())
+        if other is not None:
+            out = out + self.down(self.up(other).tanh())
+        return out + x if self.kind == "residual" else out * self.scale if self.kind == "scaled" else out
+
+
+class Outer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body = Skips(kind)
+        self.memory = nn.Parameter(torch.ones(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x, self.memory) if self.body.kind == "second" else self.body(x)
+
+
+def passing(kind: str, region: bool) -> tuple[str, dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(2)
+    model = Outer(kind).double()
+    plan = {"body.up": "colwise", "body.down": "rowwise"} | ({"body": "region"} if region else {})
+    apply_plan(model, read_plan(model, plan, degree=2, sequence_parallel=None), mesh=mesh)
+    try:
+        model(torch.ones(2, 8, dtype=torch.float64, requires_grad=True)).square().sum().backward()
+    except ConfigError as error:
+        return str(error), {}
+    sum_partial_gradients(partial_parameters(model), dist.group.WORLD)
+    return "", {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "residual",
+            "a part of the input of Skips, a region, goes past its rowwise layer, and would be counted 2 times",
+        ),
+        ("scaled", "parameters follow the rowwise layer of Skips, a region, and would be counted 2 times"),
+        ("second", "Skips is a region, which enters its first input only, and another one needs a gradient too"),
+    ],
+)
+def test_what_a_region_would_count_twice_is_refused_and_right_without_it(pool: RankPool, kind: str, said: str) -> None:
+    assert all(said in message for message, _ in pool.run(passing, kind, True))
+    message, found = pool.run(passing, kind, False)[0]
+    assert message == ""
+    torch.manual_seed(2)
+    model = Outer(kind).double()
+    model(torch.ones(2, 8, dtype=torch.float64, requires_grad=True)).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(found[name], parameter.grad, rtol=1e-12), name
+
+
+class Towers(pl.LightningModule):
+    """A GPT and, beside it, what sees whole activations on every rank, with sequences split in the GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.model = GPT(19, context=8, n_layer=2, n_head=2, width=16)
+        self.tower = nn.Linear(8, 1)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        losses = LanguageModel._losses(self, batch)  # type: ignore[arg-type]
+        return losses.sum() / (targets != -100).sum() * self.temperature + self.tower(tokens.double()).square().mean()
+
+    loss_chunk = None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def towers(layout: str) -> Record:
+    torch.manual_seed(4)
+    module, recorder = Towers(), Recorder()
+    trainer = make_trainer(layout, callbacks=[recorder], max_steps=2, precision="64-true")
+    batch = tuple(part[4:] for part in global_batch("gpt", 0))
+    trainer.fit(module, DataLoader([batch] * 2, batch_size=None))
+    return recorder.record
+
+
+def test_what_stands_beside_the_model_counts_once(pool: RankPool) -> None:
+    expected, found = towers("one"), pool.run(towers, "tp2")[0]
+    assert largest_gap(found.gradients, expected.gradients, floor=1e-6) < 1e-10
+
+
+def two_trainers(layout: str) -> list[float]:
+    """Losses of one step each, one trainer after the other."""
+    torch.manual_seed(1)
+    module, losses = build_module("gpt"), []
+    for _ in range(3):
+        recorder = Recorder()
+        trainer = make_trainer(layout, callbacks=[recorder], max_steps=1, precision="64-true")
+        trainer.fit(module, shares("gpt", 1, tp=2 if layout == "tp2" else 1))
+        losses += recorder.record.losses
+    with pytest.raises(ConfigError, match=r"is laid out over .*, and cannot become the same mesh with"):
+        make_trainer(layout, strategy={"activation_checkpointing": "full"}, precision="64-true").fit(
+            module, shares("gpt", 1, tp=2)
+        )
+    return losses
+
+
+def test_a_second_trainer_trains_on(pool: RankPool) -> None:
+    losses = pool.run(two_trainers, "tp2")[0]
+    assert losses[0] > losses[1] > losses[2], "the module learns from each of them"
+
+
+class Packed(nn.Module):
+    """Says how its parameters start, packs its projections, and ties two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        nn.init.normal_(tensor, generator=generator)
+
+    def init_buffers(self) -> None:
+        """None."""
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"attention": "packed_attention", "attention.out_proj": "rowwise"}
+
+
+def drawn(dims: ParallelDims) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Packed()
+    mesh = None if dims.world_size == 1 else build_mesh(dims, device_type="cpu")
+    lay_out(model, Layout(), mesh=mesh, dims=dims, compute_dtype=None)
+    materialise(model, seed=3, device=torch.device("cpu"))
+    assert model.first.weight is model.second.weight, "tied, also after the meta device"
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2)], ids=["tp", "fsdp+tp"])
+def test_packed_and_tied_weights_start_alike_from_the_meta_device(pool: RankPool, dims: ParallelDims) -> None:
+    expected = drawn(ParallelDims())
+    for found in pool.run(drawn, dims, world_size=dims.world_size):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_sequences_are_split_only_where_they_become_whole_again() -> None:
+    with torch.device("meta"):
+        gpt = GPT(19, context=8, n_layer=2, n_head=2, width=16)
+    plan = gpt.tensor_parallel_plan()
+    assert read_plan(gpt, plan, degree=2, sequence_parallel=None).sequence
+    for left_out in ("head", "norm"):
+        part = {pattern: style for pattern, style in plan.items() if pattern != left_out}
+        assert not read_plan(gpt, part, degree=2, sequence_parallel=None).sequence
+        with pytest.raises(ConfigError, match=r"strategy\.sequence_parallel=true"):
+            read_plan(gpt, part, degree=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("between", [nn.GLU(), nn.PReLU(), nn.LayerNorm(16)])
+def test_what_mixes_split_features_is_refused(between: nn.Module) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8))
+
+    plan = {"rows.0": "colwise", "rows.2": "rowwise"}
+    assert "stands between a colwise and a rowwise layer" in refused(Mixed(), ParallelDims(tp=2), plan=plan)
+
+
+def test_a_vocabulary_that_leaves_a_rank_nothing_is_refused() -> None:
+    with torch.device("meta"):
+        gpt = GPT(5, context=8, n_layer=1, n_head=4, width=16)
+    assert "tok_emb has a vocabulary of 5, of which strategy.tp=4 leaves a rank nothing" in refused(
+        gpt, ParallelDims(tp=4)
     )

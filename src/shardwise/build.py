@@ -34,7 +34,7 @@ from shardwise.summary import StartUp
 from shardwise.tracking import JsonlLogger
 
 STAND_INS = {"vocab_size": 4096, "num_classes": 16}
-"""Sizes that only loaded data tell, and on which no split of a layer depends."""
+"""Sizes that only loaded data tell, and on which the split of layers over tp does not depend."""
 
 
 def check_slots(config: Config, dims: ParallelDims | None = None) -> None:

@@ -119,6 +119,11 @@ def resolve_in(config: Config, world: World) -> Resolved:
             f"{'type strategy.compile=true, or ' if world.accelerator != 'cpu' else ''}leave it out"
         )
     dims = find_dims(config, world)
+    if dims.tp > 1 and config.precision.kind == "16-mixed":
+        raise ConfigError(
+            "precision=16-mixed scales the loss, and the ranks that split a layer would not agree on an overflow: type "
+            "precision=bf16-mixed"
+        )
     batch = find_batch(config, dims.dp_size)
     if config.optimizer and "lr" not in config.optimizer:
         raise ConfigError("optimizer.lr is missing: give it a value, such as optimizer.lr=1e-3")
@@ -234,10 +239,12 @@ def find_dims(config: Config, world: World) -> ParallelDims:
     if size == 1 and "tp" in STRATEGIES[name]:
         few = fewest_processes(config)
         raise ConfigError(f"strategy={name} on 1 device splits nothing: type trainer.devices={few}, or strategy=ddp")
-    if degrees["tp"] > 1 and (degrees["tp"] > world.devices or world.devices % degrees["tp"]):
+    dims = ParallelDims.fill(world_size=size, **degrees) if degrees["tp"] == -1 else None
+    tp = degrees["tp"] if dims is None else dims.tp
+    if tp > 1 and (tp > world.devices or world.devices % tp):
         legal = "|".join(str(d) for d in range(2, world.devices + 1) if world.devices % d == 0)
         raise ConfigError(
-            f"strategy.tp={degrees['tp']} does not divide the {world.devices} devices of a node, which it has to stay "
+            f"strategy.tp={tp} does not divide the {world.devices} devices of a node, which it has to stay "
             f"in: type {f'strategy.tp={legal}' if legal else 'trainer.devices=2'}"
         )
     dims = ParallelDims.fill(world_size=size, **degrees)

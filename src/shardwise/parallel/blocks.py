@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -63,12 +64,15 @@ def recompute_in_backward(blocks: Iterable[nn.Module], *, kept: str) -> None:
     if kept == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks:
-        block.forward = _checkpointed(block.forward, options)
+        # Bound to the block, so that a copy of the block computes with its own weights.
+        block.forward = MethodType(_checkpointed(type(block).forward, options), block)
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **options, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+    def checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(block, *args, **kwargs)
+        return checkpoint(forward, block, *args, **options, **kwargs)
 
     return checkpointed
 

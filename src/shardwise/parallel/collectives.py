@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as functional
 
 from shardwise.errors import ConfigError
@@ -43,6 +44,27 @@ def leave(x: Tensor, group: dist.ProcessGroup, *, sequence: bool) -> Tensor:
     return _Scatter.apply(x, group) if sequence else _Leave.apply(x, group)
 
 
+def what_bypasses(out: Tensor) -> tuple[bool, int]:
+    """What of ``out`` has not come through ``leave``: whether any has entered, and how many parameters it uses."""
+    entered, parameters = False, 0
+    seen: set[Any] = set()
+    nodes = [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = node.name()
+        if kind in ("_LeaveBackward", "_ScatterBackward"):
+            continue
+        if kind in ("_EnterBackward", "_GatherBackward"):
+            entered = True
+            continue
+        parameters += kind.endswith("AccumulateGrad")
+        nodes.extend(following for following, _ in node.next_functions)
+    return entered, parameters
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -50,6 +72,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad, ctx.group), None
 
@@ -60,6 +83,7 @@ class _Leave(torch.autograd.Function):
         return _all_reduce(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -71,6 +95,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(grad, ctx.group), None
 
@@ -82,6 +107,7 @@ class _Scatter(torch.autograd.Function):
         return _reduce_scatter(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grad, ctx.group), None
 

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.errors import ConfigError
+from shardwise.parallel.local_tensors import packed_part
+from shardwise.parallel.state import tie, tied_names
 from shardwise.seeds import stable_seed
 
 
@@ -52,7 +54,9 @@ def materialise(root: nn.Module, *, seed: int, device: torch.device) -> None:
     for path, owner in owners:
         if not any(tensor.is_meta for tensor in [*owner.parameters(), *owner.buffers()]):
             continue
-        owner.to_empty(device=device)
+        tied = tied_names(owner)
+        owner.to_empty(device=device)  # gives each module a parameter of its own
+        tie(owner, tied)
         if any(True for _ in owner.buffers()):
             owner.init_buffers()  # type: ignore[operator]
         # Two models side by side must not start as twins; a single one is drawn alike wherever it stands.
@@ -75,11 +79,17 @@ def _draw(owner: nn.Module, name: str, parameter: Tensor, generator: torch.Gener
     full = torch.empty(parameter.shape, dtype=dtype)
     owner.init_parameter(name, full, generator)  # type: ignore[operator]
     if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        mesh, placements = parameter.device_mesh, list(parameter.placements)
+        packed = getattr(placements[-1], "split_factor", None)  # of a matrix that packs several, on the innermost axis
+        if packed is not None:
+            placements[-1] = Replicate()
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         local = parameter.to_local()
         if local.numel():
-            local.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
+            part = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+            if packed is not None:
+                axis = mesh.ndim - 1
+                part = packed_part(part, parts=packed, rank=mesh.get_local_rank(axis), ranks=mesh.size(axis))
+            local.copy_(part)
     else:
         parameter.copy_(full)

@@ -34,7 +34,7 @@ def on_local_tensors(optimizer: Optimizer) -> Iterator[None]:
     Outside, parameters and state are DTensors, as before; their memory is the same.
 
     Args:
-        optimizer: ``is_elementwise``; gradients have the placements of their parameters.
+        optimizer: ``is_elementwise``. Gradients are brought to the placements of their parameters.
     """
     whole_state, groups = optimizer.state, optimizer.param_groups
     whole = [group["params"] for group in groups]
@@ -63,6 +63,8 @@ def on_local_tensors(optimizer: Optimizer) -> Iterator[None]:
 def _local(parameter: Any) -> Tensor:
     part = parameter._local_tensor.detach()
     gradient = parameter.grad
+    if gradient is not None and gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
     if gradient is not None:
         part.grad = gradient._local_tensor
     return part.requires_grad_()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
@@ -26,7 +27,7 @@ def split_parameters(
     *,
     mesh: DeviceMesh,
     before: Callable[[Tensor], Tensor] | None = None,
-    after: Callable[[Any, Tensor], Any] | None = None,
+    after: Callable[[nn.Module, Any, Tensor], Any] | None = None,
     hidden: tuple[str, ...] = (),
 ) -> None:
     """Make a module's own parameters DTensors, and let its forward pass see their local tensors.
@@ -36,7 +37,7 @@ def split_parameters(
         placements: own parameter -> how it is placed on ``mesh``.
         mesh: the tensor-parallel axis.
         before: changes the first input.
-        after: changes the output, given the (changed) first input, while the local tensors are still to be seen.
+        after: changes the output, given the module and its (changed) first input, while local tensors are to be seen.
         hidden: parameters that the forward pass is not to see.
     """
     for name, placement in placements.items():
@@ -46,6 +47,8 @@ def split_parameters(
     seen = [name for name in placements if name not in hidden]
 
     def enter_module(module: nn.Module, args: tuple) -> tuple:
+        # It may be called from inside itself, as training_step calls the root.
+        module.__dict__["_depth"] = module.__dict__.get("_depth", 0) + 1
         show(module, seen)
         for name in hidden:
             module.__dict__[name] = None
@@ -59,13 +62,20 @@ def split_parameters(
 
     def leave_module(module: nn.Module, args: tuple, out: Any) -> Any:
         try:
-            return out if after is None or out is None else after(out, args[0])
+            return out if after is None or out is None else after(module, out, args[0])
         finally:
-            hide(module)
+            module.__dict__["_depth"] -= 1
+            if not module.__dict__["_depth"]:
+                hide(module)
 
     if placements or before is not None:
         module.register_forward_pre_hook(enter_module)
         module.register_forward_hook(leave_module, always_call=True)
+
+
+def packed_part(tensor: Tensor, *, parts: int, rank: int, ranks: int) -> Tensor:
+    """The rows of ``rank`` out of each of the ``parts`` that are packed along the first dim of ``tensor``."""
+    return tensor.unflatten(0, (parts, ranks, -1))[:, rank].flatten(0, 1).contiguous()
 
 
 def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
@@ -73,7 +83,7 @@ def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     factor = getattr(placement, "split_factor", None)
     if factor is None:
         return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
-    part = tensor.unflatten(0, (factor, mesh.size(), -1))[:, mesh.get_local_rank()].flatten(0, 1).contiguous()
+    part = packed_part(tensor, parts=factor, rank=mesh.get_local_rank(), ranks=mesh.size())
     return DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.contiguous().stride()
     )
@@ -101,6 +111,7 @@ class _Local(torch.autograd.Function):
         return parameter._local_tensor.view_as(parameter._local_tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         return DTensor(grad, ctx.spec, requires_grad=False)
 
@@ -109,7 +120,7 @@ class Leaves:
     """The local tensors of DTensors as leaves of the tape: gradients gather there, and are handed over once a step.
 
     A parameter that no FSDP gathers is the same memory in every pass, so the way from it to its local tensor and back
-    need not be taken by each micro-batch.
+    need not be taken by each micro-batch. Hooks on the parameter itself do not see these gradients.
     """
 
     def __init__(self) -> None:
@@ -118,7 +129,8 @@ class Leaves:
     def attach(self, root: nn.Module) -> None:
         """Let the split modules of ``root`` compute on these leaves."""
         for module in root.modules():
-            module.__dict__["_leaves"] = self
+            if module._parameters:
+                module.__dict__["_leaves"] = self
 
     def of(self, parameter: Any) -> Tensor:
         """The leaf that shares its memory with the local tensor of ``parameter``."""

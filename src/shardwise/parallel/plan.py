@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.noise import Noise, is_noisy
 from shardwise.parallel.patterns import match
 from shardwise.parallel.plan_rules import KINDS, check_styles, container_of, no_plan
-from shardwise.parallel.state import tied_names
+from shardwise.parallel.state import tie, tied_names
 from shardwise.parallel.styles import CONTAINERS, STYLES, Region
 
 
@@ -51,13 +51,20 @@ def read_plan(root: nn.Module, given: Mapping[str, str], *, degree: int, sequenc
     splits = [style for style in own.values() if style in KINDS]
     if not splits:
         raise ConfigError(f"strategy.plan splits no layer of {name}: at least one colwise and rowwise pair is needed")
-    allowed = {"vocab_embedding", "sequence"} <= set(own.values())
+    unnamed = _without_a_style(own, model)
+    allowed = {"vocab_embedding", "sequence", "vocab_output"} <= set(own.values())
     if sequence_parallel and not allowed:
         raise ConfigError(
-            f"strategy.sequence_parallel=true, but the plan of {name} has no vocab_embedding (where they are split) "
-            f"with sequence layers (that work on the parts): type strategy.sequence_parallel=null"
+            f"strategy.sequence_parallel=true, but the plan of {name} has not all of vocab_embedding (after which "
+            f"sequences are split), sequence (what works on the parts) and vocab_output (before which they are whole "
+            f"again): type strategy.sequence_parallel=null"
         )
-    sequence = allowed if sequence_parallel is None else sequence_parallel
+    if sequence_parallel and unnamed:
+        raise ConfigError(
+            f"strategy.sequence_parallel=true, and {unnamed[0]} of {name} has parameters but no style: name it "
+            f"sequence (works on a part) or replicate (sees whole sequences), or type strategy.sequence_parallel=null"
+        )
+    sequence = (allowed and not unnamed) if sequence_parallel is None else sequence_parallel
     check_styles(own, model, degree=degree, sequence=sequence)
     alone = (*CONTAINERS, "local", *(["sequence"] if sequence else []))
     noisy = tuple(name for name, style in own.items() if style in alone and is_noisy(model.get_submodule(name)))
@@ -78,12 +85,16 @@ def apply_plan(root: nn.Module, plan: Plan, *, mesh: DeviceMesh) -> None:
         container = name if style in CONTAINERS else container_of(name, plan.styles)
         at = Region(mesh, plan.sequence, inside=container not in (None, name), noise=noises.get(container or ""))
         STYLES[style](module, at)
-    for first, *others in tied:
-        path, _, leaf = first.rpartition(".")
-        parameter = root.get_submodule(path)._parameters[leaf]
-        for other in others:
-            path, _, leaf = other.rpartition(".")
-            root.get_submodule(path)._parameters[leaf] = parameter
+    tie(root, tied)
+
+
+def _without_a_style(styles: Mapping[str, str], model: nn.Module) -> list[str]:
+    """Modules outside of regions with parameters of their own of which the plan says nothing."""
+    return [
+        name or "the top"
+        for name, module in model.named_modules()
+        if name not in styles and any(True for _ in module.parameters(recurse=False)) and not container_of(name, styles)
+    ]
 
 
 def _planned(root: nn.Module) -> tuple[str, nn.Module]:

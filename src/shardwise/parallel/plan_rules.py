@@ -93,6 +93,7 @@ def _check_pairs(styles: Mapping[str, str], model: nn.Module) -> None:
             split = [name for name in children if styles.get(name) in ("colwise", "rowwise")]
             outside = {styles[name] for name in (*opens, *closes) if name not in split}
             _check_turns(split, styles, outside=outside)
+            _check_between(children, styles, model)
 
 
 def _check_turns(split: list[str], styles: Mapping[str, str], *, outside: set[str]) -> None:
@@ -111,8 +112,23 @@ def _check_turns(split: list[str], styles: Mapping[str, str], *, outside: set[st
         )
 
 
+def _check_between(children: list[str], styles: Mapping[str, str], model: nn.Module) -> None:
+    """What stands in a Sequential between a pair works on split features: elementwise, and without parameters."""
+    split = False
+    for name in children:
+        module, style = model.get_submodule(name), styles.get(name)
+        mixes = isinstance(module, (nn.GLU, nn.Softmax, nn.LogSoftmax)) or any(True for _ in module.parameters())
+        if split and style is None and mixes:
+            raise ConfigError(
+                f"strategy.plan: {name} ({type(module).__name__}) stands between a colwise and a rowwise layer, where "
+                f"only what is elementwise and without parameters works on a part of the features: split another pair"
+            )
+        split = style == "colwise" or (split and style != "rowwise")
+
+
 def _check_containers(styles: Mapping[str, str]) -> None:
     """A region is entered once and left once."""
+    opened = {name for name, style in styles.items() if style == "packed_attention"}
     exits: dict[str, list[str]] = {name: [] for name, style in styles.items() if style in CONTAINERS}
     for name, style in styles.items():
         container = container_of(name, styles)
@@ -120,6 +136,14 @@ def _check_containers(styles: Mapping[str, str]) -> None:
             raise ConfigError(f"strategy.plan: {name} ({style}) lies in {container}, a region already: leave one out")
         if container is not None and style == "rowwise":
             exits[container].append(name)
+        if container is not None and style == "colwise":
+            opened.add(container)
+    for container in exits:
+        if container not in opened:
+            raise ConfigError(
+                f"strategy.plan: {container} is a region without a colwise layer, whose output its rowwise one takes: "
+                f"add it, or leave the region out"
+            )
     for container, rows in exits.items():
         if len(rows) != 1:
             shown = f"{len(rows)} rowwise layers ({listed(rows)})" if rows else "no rowwise layer"
@@ -129,7 +153,7 @@ def _check_containers(styles: Mapping[str, str]) -> None:
             )
 
 
-def split_sizes(styles: Mapping[str, str], model: nn.Module, *, sequence: bool) -> dict[str, int]:
+def _split_sizes(styles: Mapping[str, str], model: nn.Module, *, sequence: bool) -> dict[str, int]:
     """What -> a size that has to divide by the tensor-parallel degree; the vocabulary is not among them."""
     sizes = {}
     for name, style in styles.items():
@@ -150,9 +174,18 @@ def split_sizes(styles: Mapping[str, str], model: nn.Module, *, sequence: bool) 
 
 
 def _check_sizes(styles: Mapping[str, str], model: nn.Module, *, degree: int, sequence: bool) -> None:
-    sizes = split_sizes(styles, model, sequence=sequence)
-    legal = [d for d in range(2, min(sizes.values()) + 1) if all(size % d == 0 for size in sizes.values())]
+    sizes = _split_sizes(styles, model, sequence=sequence)
+    legal = [d for d in range(2, min(sizes.values(), default=1) + 1) if all(size % d == 0 for size in sizes.values())]
     # Heads first: that the features of a projection do not divide follows from them.
+    for name, style in styles.items():
+        vocab = getattr(
+            model.get_submodule(name), "num_embeddings" if style == "vocab_embedding" else "out_features", 0
+        )
+        if style.startswith("vocab") and -(-vocab // degree) * (degree - 1) >= vocab:
+            raise ConfigError(
+                f"{name} has a vocabulary of {vocab}, of which strategy.tp={degree} leaves a rank nothing: type a "
+                f"smaller strategy.tp"
+            )
     for what, size in sorted(sizes.items(), key=lambda item: "features" in item[0]):
         if size % degree:
             layer, _, label = what.rpartition(": ")

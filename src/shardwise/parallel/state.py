@@ -72,6 +72,15 @@ def tied_names(root: nn.Module) -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
+def tie(root: nn.Module, names: list[list[str]]) -> None:
+    """Make the parameters of each of these groups of names one again: the first."""
+    for first, *others in names:
+        parameter = root.get_parameter(first)
+        for other in others:
+            path, _, leaf = other.rpartition(".")
+            root.get_submodule(path)._parameters[leaf] = parameter
+
+
 def parameter_names(root: nn.Module, optimizer: Optimizer) -> list[str]:
     """The names of the optimizer's parameters in its own order, which is that of the numbers in its state."""
     names = {parameter: name for name, parameter in root.named_parameters()}

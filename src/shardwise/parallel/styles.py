@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.collectives import enter, leave
+from shardwise.parallel.collectives import enter, leave, what_bypasses
 from shardwise.parallel.cross_entropy import VocabularyShard, shard_bounds
 from shardwise.parallel.local_tensors import hide, local_tensor, mark_partial, show, split_parameters
 from shardwise.parallel.noise import Noise, is_noisy
@@ -108,7 +108,7 @@ def rowwise(module: nn.Module, at: Region) -> None:
             )
         return x
 
-    def after(out: Tensor, x: Tensor) -> Tensor:
+    def after(module: nn.Module, out: Tensor, x: Tensor) -> Tensor:
         out = at.leave(out)
         return out + local_tensor(module, "bias") if biased else out
 
@@ -124,14 +124,14 @@ def vocab_embedding(module: nn.Module, at: Region) -> None:
     padding = module.padding_idx
     if padding is not None:
         module.padding_idx = padding - start if start <= padding < stop else None
-    foreign: list[Tensor] = []
+    foreign: dict[str, Tensor] = {}
 
     def before(tokens: Tensor) -> Tensor:
-        foreign.append((tokens < start) | (tokens >= stop))
-        return (tokens - start).masked_fill(foreign[-1], 0)
+        foreign["last"] = (tokens < start) | (tokens >= stop)
+        return (tokens - start).masked_fill(foreign["last"], 0)
 
-    def after(out: Tensor, tokens: Tensor) -> Tensor:
-        return at.leave(out.masked_fill(foreign.pop().unsqueeze(-1), 0))
+    def after(module: nn.Module, out: Tensor, tokens: Tensor) -> Tensor:
+        return at.leave(out.masked_fill(foreign.pop("last").unsqueeze(-1), 0))
 
     _split(module, at, "vocab_embedding", before=before, after=after)
 
@@ -147,7 +147,7 @@ def vocab_output(module: nn.Module, at: Region) -> None:
     if hasattr(module, "shard"):
         module.shard = shard  # type: ignore[assignment]
 
-    def after(out: Tensor, x: Tensor) -> Tensor:
+    def after(module: nn.Module, out: Tensor, x: Tensor) -> Tensor:
         if out.dim() != x.dim():
             return out  # losses, not logits
         shape = (*out.shape[:-1], shard.vocab)
@@ -163,30 +163,69 @@ def sequence(module: nn.Module, at: Region) -> None:
     """A norm or dropout between regions, on this rank's part of the sequence where sequences are split."""
     replicate(module, at)
     if at.sequence:
+        mark_partial(module, *placements("sequence", module))
         local(module, at)
 
 
 def replicate(module: nn.Module, at: Region) -> None:
-    """The same parameters on every rank."""
+    """The same parameters on every rank, and outside of regions the same computation on whole activations."""
     linear = isinstance(module, nn.Linear)
     _split(module, at, "replicate", before=(lambda x: _whole_input(module, x)) if linear else None)
     if isinstance(module, nn.MultiheadAttention):
         # It computes with its output layer's parameters itself.
         module.register_forward_pre_hook(lambda module, args: show(module.out_proj, ("weight", "bias")))
         module.register_forward_hook(lambda module, args, out: hide(module.out_proj), always_call=True)
-    if at.sequence or at.inside:
+    if at.inside:
         mark_partial(module, *placements("replicate", module))
 
 
 def region(module: nn.Module, at: Region) -> None:
     """A container whose first input enters the region once, for all column-split layers in it.
 
-    It holds one row-split layer, which leaves the region again.
+    It holds one row-split layer, which leaves the region again: no other input may need a gradient, no part of the
+    first may go past that layer, and no parameter may follow it.
+
+    Raises:
+        ConfigError: in the first pass in which one of that shows.
     """
     _split(module, at, "region", before=at.enter)
     mark_partial(module, *placements("region", module))
+    _check_region(module, at)
     if at.noise is not None:
         at.noise.inside(module)
+
+
+def _check_region(module: nn.Module, at: Region) -> None:
+    """Watch what goes into a region, and once what comes out of it."""
+    name = type(module).__name__
+    checked: list[bool] = []
+
+    def look_at_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if any(isinstance(value, Tensor) and value.requires_grad for value in (*args[1:], *kwargs.values())):
+            raise ConfigError(
+                f"strategy.plan: {name} is a region, which enters its first input only, and another one needs a "
+                f"gradient too: leave the region out, and each colwise layer enters by itself"
+            )
+
+    def look_at_output(module: nn.Module, args: tuple, out: Any) -> None:
+        if checked or torch.compiler.is_compiling() or not isinstance(out, Tensor) or out.grad_fn is None:
+            return
+        checked.append(True)
+        biases = [m for m in module.modules() if isinstance(m, nn.Linear) and m._parameters.get("bias") is not None]
+        bypasses, parameters = what_bypasses(out)
+        if bypasses:
+            raise ConfigError(
+                f"strategy.plan: a part of the input of {name}, a region, goes past its rowwise layer, and would be "
+                f"counted {at.size} times: make a module inside of it the region, or leave the region out"
+            )
+        if parameters > bool(biases) and not at.sequence:
+            raise ConfigError(
+                f"strategy.plan: parameters follow the rowwise layer of {name}, a region, and would be counted "
+                f"{at.size} times: make a module inside of it the region, or leave the region out"
+            )
+
+    module.register_forward_pre_hook(look_at_inputs, with_kwargs=True)
+    module.register_forward_hook(look_at_output)
 
 
 def local(module: nn.Module, at: Region) -> None:
@@ -206,8 +245,9 @@ def packed_attention(module: nn.Module, at: Region) -> None:
     def forward(query: Tensor, key: Tensor, value: Tensor, need_weights: bool = True, **options: Any) -> Any:
         given = [name for name, option in options.items() if option is not None and option is not False]
         if need_weights or given or key is not query or value is not query:
-            raise NotImplementedError(
-                "packed_attention: only attention(x, x, x, need_weights=False) without masks is split over heads"
+            raise ConfigError(
+                "strategy.plan: packed_attention splits attention(x, x, x, need_weights=False) without masks only: "
+                "leave this layer out of the plan"
             )
         x = at.enter(query)
         x = x if module.batch_first else x.transpose(0, 1)

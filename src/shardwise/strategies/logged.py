@@ -85,6 +85,20 @@ def log_over_ranks(module: LightningModule) -> None:
     module.log = log_reduced  # type: ignore[method-assign]
 
 
+def reduce_metrics_over(module: LightningModule, group: dist.ProcessGroup | None) -> None:
+    """Let metrics that name no group be reduced over ``group``, or where that is None not at all: over all ranks, those
+    that split a layer between them would count their samples several times."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            metric.process_group = group
+            if group is None:
+                metric.distributed_available_fn = _never
+
+
+def _never() -> bool:
+    return False
+
+
 def _reduction(metric: Any) -> str:
     meta = metric.meta
     named = {"max": meta.is_max_reduction, "min": meta.is_min_reduction, "sum": meta.is_sum_reduction}

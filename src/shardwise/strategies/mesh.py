@@ -39,7 +39,7 @@ from shardwise.parallel.state import (
     whole_model_state,
 )
 from shardwise.seeds import stable_seed
-from shardwise.strategies.logged import LoggedOnStep, log_over_ranks
+from shardwise.strategies.logged import LoggedOnStep, log_over_ranks, reduce_metrics_over
 from shardwise.strategies.micro_batches import batch_samples, check_same_batch, split_batch
 from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
 from shardwise.strategies.process import MeshProcess
@@ -139,6 +139,8 @@ class MeshStrategy(MeshProcess):
         module = self.lightning_module
         if self.dp_group is not None:
             log_over_ranks(module)
+        if self.dims.world_size > 1:
+            reduce_metrics_over(module, self.dp_group)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             _check_contract(module, trainer)
@@ -178,10 +180,12 @@ class MeshStrategy(MeshProcess):
         layout = f"{self.dims} in {self._precision_name}"
         before = getattr(module, "_layout", None)
         if before is not None or isinstance(module, FSDPModule):
-            if before != layout:
+            text, wanted, self.plan, self._leaves = before or ("a mesh of its own", None, None, None)
+            if text != layout or wanted != self._layout:
+                what = layout if text != layout else f"the same mesh with {self._layout}"
                 raise ConfigError(
-                    f"{type(module).__name__} is laid out over {before or 'a mesh of its own'}, and cannot become "
-                    f"{layout}: construct it anew and load a checkpoint"
+                    f"{type(module).__name__} is laid out over {text}, and cannot become {what}: construct it anew and "
+                    f"load a checkpoint"
                 )
             return
         self.precision_plugin.convert_module(module)
@@ -194,12 +198,13 @@ class MeshStrategy(MeshProcess):
             dims=self.dims,
             compute_dtype=MIXED.get(self._precision_name or ""),
         )
-        if self.holds_parts:
-            module._layout = layout  # type: ignore[assignment]
         materialise(module, seed=self.seed, device=self.root_device)
         if self.plan is not None and not self.wrapped_by_fsdp:
             self._leaves = Leaves()
             self._leaves.attach(module)
+        if self.holds_parts or self._layout.works_on_blocks:
+            # A second trainer finds what the first has done.
+            module._layout = (layout, self._layout, self.plan, self._leaves)  # type: ignore[assignment]
 
     def _wrap_ddp(self, module: LightningModule) -> DistributedDataParallel:
         on_gpu = self.root_device.type == "cuda"

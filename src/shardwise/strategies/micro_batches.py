@@ -1,5 +1,6 @@
 """One rank's share of a global batch, cut into micro-batches."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,8 +76,11 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: on every rank. Training would go on, to numbers that mean nothing.
     """
-    tensors = [leaf for leaf in _flatten(batch)[0] if isinstance(leaf, Tensor)]
-    mine = [(tuple(leaf.shape), str(leaf.dtype), float(leaf.double().sum())) for leaf in tensors]
+    tensors = [leaf.detach().cpu().contiguous() for leaf in _flatten(batch)[0] if isinstance(leaf, Tensor)]
+    bits = hashlib.sha256()
+    for tensor in tensors:
+        bits.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    mine = ([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors], bits.hexdigest())
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     if any(other != mine for other in everyone):
