@@ -29,6 +29,7 @@ NAMES = {
     "all_gather_into_tensor": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
+    "allgather_": "objects",  # the first step compares the batches of ranks that split layers between them
 }
 
 
