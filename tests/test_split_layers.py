@@ -283,12 +283,13 @@ def wrong_features() -> list[str]:
 
 
 def test_a_layer_that_gets_the_wrong_features_says_what_its_neighbour_has_to_be(pool: RankPool) -> None:
-    whole, also_whole = pool.run(wrong_features)[0]
-    assert whole.startswith(
-        "strategy.plan: a rowwise layer gets 16 features and not its part of 16, 8: the layer before"
+    not_split, split = pool.run(wrong_features)[0]
+    assert not_split == (
+        "strategy.plan: first.down is rowwise, so it takes 8 of 16 features, and gets 16: the layer before it has to "
+        "be colwise"
     )
-    assert also_whole.startswith(
-        "strategy.plan: a layer of 16 input features gets 8: what is before it is split, so it"
+    assert split.startswith(
+        "strategy.plan: first.down takes 16 features and gets 8: the layer before it is colwise, so"
     )
 
 
@@ -410,10 +411,10 @@ def passing(kind: str, region: bool) -> tuple[str, dict[str, Tensor]]:
     [
         (
             "residual",
-            "a part of the input of Skips, a region, goes past its rowwise layer, and would be counted 2 times",
+            "a part of the input of body, a region, goes past its rowwise layer, and would be counted 2 times",
         ),
-        ("scaled", "parameters follow the rowwise layer of Skips, a region, and would be counted 2 times"),
-        ("second", "Skips is a region, which enters its first input only, and another one needs a gradient too"),
+        ("scaled", "parameters follow the rowwise layer of body, a region, and would be counted 2 times"),
+        ("second", "body is a region, which enters its first input only, and another one needs a gradient too"),
     ],
 )
 def test_what_a_region_would_count_twice_is_refused_and_right_without_it(pool: RankPool, kind: str, said: str) -> None:
@@ -551,3 +552,38 @@ def test_a_vocabulary_that_leaves_a_rank_nothing_is_refused() -> None:
     assert "tok_emb has a vocabulary of 5, of which strategy.tp=4 leaves a rank nothing" in refused(
         gpt, ParallelDims(tp=4)
     )
+
+
+class Blocks(nn.Module):
+    """Attention of one's own, a norm and an MLP, between two layers that are no pair."""
+
+    def __init__(self, *, gated: bool) -> None:
+        super().__init__()
+        self.inp = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList()
+        for _ in range(2):
+            block = nn.Module()
+            block.attn = nn.Module()
+            for name in ("q", "k", "v", "o"):
+                setattr(block.attn, name, nn.Linear(16, 16))
+            block.norm = nn.LayerNorm(16)
+            block.mlp = nn.Module()
+            for name in ("gate", "up") if gated else ("up",):
+                setattr(block.mlp, name, nn.Linear(16, 32))
+            block.mlp.down = nn.Linear(32, 16)
+            self.blocks.append(block)
+        self.head = nn.Linear(16, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "start"),
+    [
+        (Blocks(gated=False), "blocks.*.mlp.up:colwise,blocks.*.mlp.down:rowwise"),
+        (Blocks(gated=True), "blocks.*.mlp.gate:colwise,blocks.*.mlp.up:colwise,blocks.*.mlp.down:rowwise"),
+        (Encoder(), "layer.linear1:colwise,layer.linear2:rowwise"),
+        (Rows(8, 16, 8), "rows.0:colwise,rows.2:rowwise"),
+    ],
+)
+def test_the_plan_to_start_from_is_of_layers_beside_one_another(model: nn.Module, start: str) -> None:
+    said = refused(model, ParallelDims(tp=2))
+    assert f"start from 'strategy.plan={{{start}}}'" in said

@@ -140,6 +140,10 @@ def _explain_key(full_key: str, message: str, groups: Mapping[str, Sequence[str]
         kind = known[part].type
         if not is_dataclass(kind):
             break
+    refused = r"Cannot (merge|assign)|is not Optional|is incompatible with|Invalid value"
+    if full_key.startswith("strategy.plan") and re.search(refused, message):
+        example = "strategy.plan={fc1:colwise,fc2:rowwise}"
+        return f"strategy.plan: a mapping of module-name pattern -> style is needed, such as {example}"
     if "does not support deletion" in message:
         return _not_removed(full_key)
     if match := re.match(r"Interpolation key '([^']+)' not found", message):

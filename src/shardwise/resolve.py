@@ -242,10 +242,12 @@ def find_dims(config: Config, world: World) -> ParallelDims:
     dims = ParallelDims.fill(world_size=size, **degrees) if degrees["tp"] == -1 else None
     tp = degrees["tp"] if dims is None else dims.tp
     if tp > 1 and (tp > world.devices or world.devices % tp):
-        legal = "|".join(str(d) for d in range(2, world.devices + 1) if world.devices % d == 0)
+        least = 2 if world.num_nodes == 1 and len(STRATEGIES[name]) > 1 else 1  # ranks that are left for the other axes
+        fits = [d for d in range(2, world.devices + 1) if world.devices % d == 0 and world.devices // d >= least]
+        legal = "|".join(map(str, fits))
         raise ConfigError(
             f"strategy.tp={tp} does not divide the {world.devices} devices of a node, which it has to stay "
-            f"in: type {f'strategy.tp={legal}' if legal else 'trainer.devices=2'}"
+            f"in: type {f'strategy.tp={legal}, or ' if legal else ''}trainer.devices={least * max(tp, 2)}"
         )
     dims = ParallelDims.fill(world_size=size, **degrees)
     if size == 1 and name in ("ddp", "fsdp"):

@@ -23,7 +23,11 @@ def match(table: Mapping[Any, Any], model: nn.Module, *, prefix: str) -> dict[st
     styles: dict[str, str] = {}
     source: dict[str, str] = {}
     for pattern, style in table.items():
-        if not isinstance(style, str) or style not in STYLES:
+        if not isinstance(style, str):
+            raise ConfigError(
+                f"strategy.plan: '{pattern}' has {style!r} and not the name of a style; there are {', '.join(STYLES)}"
+            )
+        if style not in STYLES:
             near = difflib.get_close_matches(str(style), STYLES, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STYLES)}"
             raise ConfigError(f"strategy.plan: '{pattern}' has the style {style!r}: no such style; {hint}")

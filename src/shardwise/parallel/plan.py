@@ -83,7 +83,7 @@ def apply_plan(root: nn.Module, plan: Plan, *, mesh: DeviceMesh) -> None:
         if style in CONTAINERS:
             noises[name] = Noise(rank=mesh.get_local_rank(), ranks=mesh.size()) if is_noisy(module) else None
         container = name if style in CONTAINERS else container_of(name, plan.styles)
-        at = Region(mesh, plan.sequence, inside=container not in (None, name), noise=noises.get(container or ""))
+        at = Region(name, mesh, plan.sequence, inside=container not in (None, name), noise=noises.get(container or ""))
         STYLES[style](module, at)
     tie(root, tied)
 

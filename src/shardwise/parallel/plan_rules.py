@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.patterns import expression, listed, patterns_of
+from shardwise.parallel.patterns import listed, match, patterns_of
 from shardwise.parallel.state import tied_names
 from shardwise.parallel.styles import CONTAINERS
 
@@ -189,7 +189,10 @@ def _check_sizes(styles: Mapping[str, str], model: nn.Module, *, degree: int, se
     for what, size in sorted(sizes.items(), key=lambda item: "features" in item[0]):
         if size % degree:
             layer, _, label = what.rpartition(": ")
-            fixes = [f"strategy.tp={'|'.join(map(str, legal))}"] if legal else ["strategy=ddp or fsdp"]
+            degrees = "|".join(map(str, legal))
+            fixes = (
+                [f"strategy.tp={degrees} (on as many devices, or a multiple)"] if legal else ["strategy=ddp or fsdp"]
+            )
             if layer == "sequence":
                 fixes.append("strategy.sequence_parallel=false")
             raise ConfigError(
@@ -217,7 +220,7 @@ def no_plan(model: nn.Module, *, prefix: str, degree: int) -> ConfigError:
         return ConfigError(
             f"{name} has no tensor-parallel plan, and no linear layers that one could split: type strategy=ddp or fsdp"
         )
-    start = _first_pair(model, degree=degree)
+    start = _start(model, degree=degree)
     if start is None:
         return ConfigError(
             f"{name} has no tensor-parallel plan; its linear layers are {listed(linear)}: no two of them are a pair "
@@ -225,36 +228,50 @@ def no_plan(model: nn.Module, *, prefix: str, degree: int) -> ConfigError:
             f"strategy=ddp or fsdp, or give it a method tensor_parallel_plan()"
         )
     # Hydra reads a key without letters as a number.
-    typed = [key if re.search("[a-zA-Z]", key) else prefix + key for key in start]
-    shown = ",".join(f"{key}:{style}" for key, style in zip(typed, ("colwise", "rowwise"), strict=True))
+    typed = {key if re.search("[a-zA-Z]", key) else prefix + key: style for key, style in start.items()}
+    shown = ",".join(f"{key}:{style}" for key, style in typed.items())
     return ConfigError(
         f"{name} has no tensor-parallel plan; its linear layers are {listed(linear)}: start from "
-        f"'strategy.plan={{{shown}}}' (the first layer of a pair colwise, the second rowwise), or give it a method "
+        f"'strategy.plan={{{shown}}}' (the first layers of a pair colwise, the second rowwise), or give it a method "
         f"tensor_parallel_plan()"
     )
 
 
-def _first_pair(model: nn.Module, *, degree: int) -> tuple[str, str] | None:
-    """Patterns of two linear layers that follow one another and fit, preferably the first widening: an MLP's."""
+def _start(model: nn.Module, *, degree: int) -> dict[str, str] | None:
+    """Pattern -> style for a pair of linear layers beside one another, and for all that are like it."""
     attention = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention))
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.startswith(attention)]
-    pairs = [
-        (first.out_features > first.in_features, one, two)
-        for (one, first), (two, second) in pairwise(layers)
-        if first.out_features == second.in_features and first.out_features % degree == 0
-    ]
-    if not pairs:
-        return None
-    widening, one, two = min(pairs, key=lambda pair: not pair[0])
-    firsts, seconds = ({pair[place] for pair in pairs if pair[0] == widening} for place in (1, 2))
-    names = [name for name, _ in model.named_modules()]
-    for starts, ends in zip(_patterns(one), _patterns(two), strict=True):
-        first, second = ({name for name in names if expression(p).fullmatch(name)} for p in (starts, ends))
-        if first <= firsts and second <= seconds and not first & second:
-            return starts, ends
-    raise AssertionError("a name matches itself only")
+    siblings: dict[str, dict[str, nn.Linear]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not name.startswith(attention):
+            parent, _, leaf = name.rpartition(".")
+            siblings.setdefault(parent, {})[leaf] = module
+    found: list[tuple[int, str, dict[str, str]]] = []
+    for parent, layers in siblings.items():
+        leaves = list(layers)
+        for place, leaf in enumerate(leaves[1:], 1):
+            second = layers[leaf]
+            first = [one for one in leaves[:place] if layers[one].out_features == second.in_features]
+            first = [one for one in first if layers[one].in_features == layers[first[-1]].in_features]
+            if first:
+                widens = layers[first[-1]].out_features > layers[first[-1]].in_features
+                attends = len(first) == len(leaves) - 1 >= 2  # q, k and v, and what takes them
+                styles = dict.fromkeys(first, "colwise") | {leaf: "rowwise"}
+                found.append((0 if widens else 1 if attends else 2, parent, styles))
+    for _, parent, styles in sorted(found, key=lambda candidate: candidate[0]):
+        for where in dict.fromkeys([re.sub(r"(?<![^.])\d+(?![^.])", "*", parent), parent]):
+            plan = {f"{where}.{leaf}" if where else leaf: style for leaf, style in styles.items()}
+            try:
+                own = match(plan, model, prefix="")
+                if not _is_interrupted(own, parent, model):
+                    check_styles(own, model, degree=degree, sequence=False)
+                    return plan
+            except ConfigError:
+                continue
+    return None
 
 
-def _patterns(name: str) -> list[str]:
-    """What may stand for ``name`` and its like in other blocks, the widest first; at last itself."""
-    return [*patterns_of([name]), re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name, count=1), name]
+def _is_interrupted(styles: Mapping[str, str], parent: str, model: nn.Module) -> bool:
+    """Whether something with parameters stands between the layers of ``parent`` that have a style."""
+    inside = [name for name, m in model.named_modules() if name and any(True for _ in m.parameters(recurse=False))]
+    own = [place for place, name in enumerate(inside) if name in styles and name.rpartition(".")[0] == parent]
+    return any(name not in styles for name in inside[min(own) : max(own)])

@@ -26,6 +26,8 @@ from shardwise.parallel.noise import Noise, is_noisy
 class Region:
     """Where a module stands."""
 
+    name: str
+    """Of the module."""
     mesh: DeviceMesh
     """The tensor-parallel axis."""
     sequence: bool
@@ -77,16 +79,16 @@ def placements(style: str, module: nn.Module) -> dict[str, Placement]:
 
 def colwise(module: nn.Module, at: Region) -> None:
     """Split the output features of a linear layer: weight (out/n, in), bias (out/n); the output stays split."""
-    _split(module, at, "colwise", before=lambda x: at.enter(_whole_input(module, x)))
+    _split(module, at, "colwise", before=lambda x: at.enter(_whole_input(module, at, x)))
 
 
-def _whole_input(module: nn.Module, x: Tensor) -> Tensor:
+def _whole_input(module: nn.Module, at: Region, x: Tensor) -> Tensor:
     """The input of a linear layer that takes all features."""
     assert isinstance(module, nn.Linear)
     if x.size(-1) != module.in_features:
         raise ConfigError(
-            f"strategy.plan: a layer of {module.in_features} input features gets {x.size(-1)}: what is before it is "
-            f"split, so it has to be rowwise, or what is before it must not be colwise"
+            f"strategy.plan: {at.name} takes {module.in_features} features and gets {x.size(-1)}: the layer before it "
+            f"is colwise, so it has to be rowwise, or that one must not be colwise"
         )
     return x
 
@@ -103,8 +105,8 @@ def rowwise(module: nn.Module, at: Region) -> None:
     def before(x: Tensor) -> Tensor:
         if x.size(-1) != part:
             raise ConfigError(
-                f"strategy.plan: a rowwise layer gets {x.size(-1)} features and not its part of {module.in_features}, "
-                f"{part}: the layer before it has to be colwise"
+                f"strategy.plan: {at.name} is rowwise, so it takes {part} of {module.in_features} features, and gets "
+                f"{x.size(-1)}: the layer before it has to be colwise"
             )
         return x
 
@@ -170,7 +172,7 @@ def sequence(module: nn.Module, at: Region) -> None:
 def replicate(module: nn.Module, at: Region) -> None:
     """The same parameters on every rank, and outside of regions the same computation on whole activations."""
     linear = isinstance(module, nn.Linear)
-    _split(module, at, "replicate", before=(lambda x: _whole_input(module, x)) if linear else None)
+    _split(module, at, "replicate", before=(lambda x: _whole_input(module, at, x)) if linear else None)
     if isinstance(module, nn.MultiheadAttention):
         # It computes with its output layer's parameters itself.
         module.register_forward_pre_hook(lambda module, args: show(module.out_proj, ("weight", "bias")))
@@ -197,7 +199,7 @@ def region(module: nn.Module, at: Region) -> None:
 
 def _check_region(module: nn.Module, at: Region) -> None:
     """Watch what goes into a region, and once what comes out of it."""
-    name = type(module).__name__
+    name = at.name
     checked: list[bool] = []
 
     def look_at_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
