@@ -52,7 +52,10 @@ def test_a_misspelt_group_or_choice_names_the_nearest(group: str) -> None:
             "strategy=fsdpp",
             "strategy=fsdpp: no such choice; did you mean 'fsdp'? (strategy=ddp|ddp+tp|fsdp|fsdp+tp|hsdp|hybrid|tp)",
         ),
-        ("strategy.plan=[fc1]", "strategy.plan: a mapping of module-name pattern -> style is needed, such as strategy."),
+        (
+            "strategy.plan=[fc1]",
+            "strategy.plan: a mapping of module-name pattern -> style is needed, such as strategy.",
+        ),
         ("trainer.devices=two", "trainer.devices=two: a whole number or auto is needed"),
         ("trainer.devices=1.5", "trainer.devices=1.5: a whole number or auto is needed"),
         ("trainer.devices=[0,1]", "trainer.devices=[0, 1]: a whole number or auto is needed"),
