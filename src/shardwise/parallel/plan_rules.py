@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.patterns import listed, match, patterns_of
 from shardwise.parallel.state import tied_names
-from shardwise.parallel.styles import CONTAINERS
+from shardwise.parallel.styles import CONTAINERS, placements
 
 KINDS: dict[str, type[nn.Module]] = {
     "colwise": nn.Linear,
@@ -202,10 +203,14 @@ def _check_sizes(styles: Mapping[str, str], model: nn.Module, *, degree: int, se
 
 
 def _check_ties(styles: Mapping[str, str], model: nn.Module) -> None:
-    dims = {"colwise": 0, "vocab_embedding": 0, "vocab_output": 0, "rowwise": 1}
+    """One tensor is placed in one way, and its gradient is whole or a summand wherever it is used."""
     for names in tied_names(model):
-        how = {name: dims.get(styles.get(name.rpartition(".")[0], "replicate")) for name in names}
-        if len(set(how.values())) > 1:
+        ways = set()
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            placed = placements(styles.get(path, "replicate"), model.get_submodule(path))[leaf]
+            ways.add((placed, isinstance(placed, Replicate) and container_of(path, styles) is not None))
+        if len(ways) > 1:
             shown = ", ".join(f"{name} ({styles.get(name.rpartition('.')[0], 'replicate')})" for name in names)
             raise ConfigError(
                 f"strategy.plan: {shown} are one tensor and have to be split alike: give them like styles"
