@@ -34,7 +34,10 @@ OWNED = [
     ["++trainer.devicse=2"],
     ["strateg=fsdp"],
     ["strategy=fdsp"],
-    ["strategy=tp"],
+    ["strategy=pp"],
+    ["strategy=tp", "trainer.devices=1"],
+    ["strategy=tp", "trainer.num_nodes=2"],
+    ["strategy=fsdp+tp", "trainer.devices=2"],
     ["trainer.devices=two"],
     ["trainer.strategy=ddp"],
     ["batch.global_size=33", "trainer.devices=2"],
@@ -144,7 +147,7 @@ def test_the_help_page_needs_neither_hydra_nor_torch_and_fits_the_terminal() -> 
     assert max(map(len, page.splitlines())) <= 120
     for text in (
         "usage: python train.py",
-        "ddp, fsdp, hsdp",
+        "ddp, ddp+tp, fsdp, fsdp+tp, hsdp, hybrid, tp",
         "batch.global_size  [64]",
         "--cfg job",
         "HYDRA_FULL_ERROR",

@@ -16,6 +16,7 @@ from shardwise.groups import GROUPS, group_choices
 EXAMPLES = (
     ("python train.py", "the digits on one device"),
     ("python train.py strategy=fsdp trainer.devices=2", "the same, parameters sharded over two processes"),
+    ("python train.py strategy=fsdp+tp trainer.devices=4", "each layer split in two, and the halves sharded"),
     ("python train.py batch.global_size=256 lr_scaling=linear lr_scaling.base_batch_size=64", "four times the batch"),
     ("python train.py experiment=text_gpt precision=bf16-mixed", "a small GPT on text"),
     ("python train.py -m strategy=ddp,fsdp batch.global_size=32,64 trainer.devices=2", "four runs, one after another"),
