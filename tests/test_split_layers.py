@@ -371,8 +371,8 @@ class Skips(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
+        self.up = nn.Linear(8, 16)  # its bias is no excuse for what follows the other layer
+        self.down = nn.Linear(16, 8, bias=kind != "scaled")
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
@@ -587,3 +587,14 @@ class Blocks(nn.Module):
 def test_the_plan_to_start_from_is_of_layers_beside_one_another(model: nn.Module, start: str) -> None:
     said = refused(model, ParallelDims(tp=2))
     assert f"start from 'strategy.plan={{{start}}}'" in said
+
+
+def scaled_loss() -> None:
+    trainer = make_trainer("tp2", max_steps=1)
+    trainer.strategy._precision_name = "16-mixed"  # a Trainer on a CPU would turn it into bf16-mixed
+    trainer.fit(build_module("gpt"), shares("gpt", 1, tp=2))
+
+
+def test_a_scaled_loss_and_split_layers_exclude_each_other_without_a_configuration_too(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="precision=16-mixed scales the loss, and the ranks that split a layer"):
+        pool.run(scaled_loss)

@@ -156,8 +156,9 @@ class LanguageModel(_Task):
         model: maps tokens (B, T) to logits (B, T, V), which may be split over V between tensor-parallel ranks.
         label_smoothing: share of the target given to the whole vocabulary alike (training only).
         z_loss: weight of the squared logarithm of the softmax's divisor (training only; PaLM used 1e-4).
-        loss_chunk: columns of the vocabulary whose logits are held at a time; None for all. A tenth more time for the
-            memory of the logits; the model's ``forward`` has to take ``losses``, as that of ``GPT`` does.
+        loss_chunk: columns of the vocabulary whose logits are held at a time; None for all. Four products of the output
+            layer instead of three, for the memory of the logits; the model's ``forward`` has to take ``losses``, as
+            that of ``GPT`` does.
     """
 
     def __init__(

@@ -119,11 +119,7 @@ def resolve_in(config: Config, world: World) -> Resolved:
             f"{'type strategy.compile=true, or ' if world.accelerator != 'cpu' else ''}leave it out"
         )
     dims = find_dims(config, world)
-    if dims.tp > 1 and config.precision.kind == "16-mixed":
-        raise ConfigError(
-            "precision=16-mixed scales the loss, and the ranks that split a layer would not agree on an overflow: type "
-            "precision=bf16-mixed"
-        )
+    dims.check_precision(config.precision.kind)
     batch = find_batch(config, dims.dp_size)
     if config.optimizer and "lr" not in config.optimizer:
         raise ConfigError("optimizer.lr is missing: give it a value, such as optimizer.lr=1e-3")

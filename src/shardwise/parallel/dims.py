@@ -74,6 +74,23 @@ class ParallelDims:
         return rank % self.tp
 
     @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP's machinery gathers parameters and reduces gradients: for shards, and for replicas of parts."""
+        return self.dp_shard > 1 or (self.dp_replicate > 1 and self.tp > 1)
+
+    def check_precision(self, name: str) -> None:
+        """Refuse a precision that this mesh does not have yet.
+
+        Raises:
+            ConfigError: 16-mixed where layers are split.
+        """
+        if self.tp > 1 and name == "16-mixed":
+            raise ConfigError(
+                "precision=16-mixed scales the loss, and the ranks that split a layer would not agree on an overflow: "
+                "type precision=bf16-mixed"
+            )
+
+    @property
     def shape(self) -> dict[str, int]:
         """Axis name -> degree, outermost first, every axis."""
         return {axis: getattr(self, axis) for axis in AXES}

@@ -118,7 +118,7 @@ def lay_out(
     if layout.compile:
         # Before FSDP, whose hooks around a block stay outside of the graph.
         compile_blocks(blocks)
-    if dims.dp_shard > 1 or (dims.dp_replicate > 1 and dims.tp > 1):
+    if dims.uses_fsdp:
         assert mesh is not None
         data = data_mesh(mesh)
         assert data is not None

@@ -177,7 +177,6 @@ def _split_sizes(styles: Mapping[str, str], model: nn.Module, *, sequence: bool)
 def _check_sizes(styles: Mapping[str, str], model: nn.Module, *, degree: int, sequence: bool) -> None:
     sizes = _split_sizes(styles, model, sequence=sequence)
     legal = [d for d in range(2, min(sizes.values(), default=1) + 1) if all(size % d == 0 for size in sizes.values())]
-    # Heads first: that the features of a projection do not divide follows from them.
     for name, style in styles.items():
         vocab = getattr(
             model.get_submodule(name), "num_embeddings" if style == "vocab_embedding" else "out_features", 0
@@ -187,6 +186,7 @@ def _check_sizes(styles: Mapping[str, str], model: nn.Module, *, degree: int, se
                 f"{name} has a vocabulary of {vocab}, of which strategy.tp={degree} leaves a rank nothing: type a "
                 f"smaller strategy.tp"
             )
+    # Heads first: that the features of a projection do not divide follows from them.
     for what, size in sorted(sizes.items(), key=lambda item: "features" in item[0]):
         if size % degree:
             layer, _, label = what.rpartition(": ")

@@ -213,14 +213,15 @@ def _check_region(module: nn.Module, at: Region) -> None:
         if checked or torch.compiler.is_compiling() or not isinstance(out, Tensor) or out.grad_fn is None:
             return
         checked.append(True)
-        biases = [m for m in module.modules() if isinstance(m, nn.Linear) and m._parameters.get("bias") is not None]
+        biases: list[Any] = [m._parameters.get("bias") for m in module.modules() if isinstance(m, nn.Linear)]
+        biases = [bias for bias in biases if bias is not None and isinstance(bias.placements[-1], Replicate)]
         bypasses, parameters = what_bypasses(out)
         if bypasses:
             raise ConfigError(
                 f"strategy.plan: a part of the input of {name}, a region, goes past its rowwise layer, and would be "
                 f"counted {at.size} times: make a module inside of it the region, or leave the region out"
             )
-        if parameters > bool(biases) and not at.sequence:
+        if parameters > len(biases) and not at.sequence:
             raise ConfigError(
                 f"strategy.plan: parameters follow the rowwise layer of {name}, a region, and would be counted "
                 f"{at.size} times: make a module inside of it the region, or leave the region out"

@@ -146,7 +146,7 @@ class MeshStrategy(MeshProcess):
             _check_contract(module, trainer)
         self._parallelise(module)
         if fitting:
-            if self.dims.dp_replicate > 1 and not self.wrapped_by_fsdp:
+            if self.dims.dp_replicate > 1 and not self.dims.uses_fsdp:
                 self.model = self._wrap_ddp(module)
             self._counts_late = False
             self._reset_optimizers_and_schedulers()
@@ -162,13 +162,14 @@ class MeshStrategy(MeshProcess):
         trainer.predict_loop.inference_mode = False
 
     def _set_up_precision(self) -> None:
+        self.dims.check_precision(self._precision_name or "")
         # The next call of the trainer keeps the plugin, whose scaler has learned something.
         plugin = self._precision_plugin
         if not isinstance(plugin, MeshClipping):
             self.precision_plugin = mesh_precision(
                 self._precision_name or "32-true",
                 device_type=self.root_device.type,
-                autocast=not self.wrapped_by_fsdp,
+                autocast=not self.dims.uses_fsdp,
                 scaler=getattr(plugin, "scaler", None),
             )
 
@@ -199,7 +200,7 @@ class MeshStrategy(MeshProcess):
             compute_dtype=MIXED.get(self._precision_name or ""),
         )
         materialise(module, seed=self.seed, device=self.root_device)
-        if self.plan is not None and not self.wrapped_by_fsdp:
+        if self.plan is not None and not self.dims.uses_fsdp:
             self._leaves = Leaves()
             self._leaves.attach(module)
         if self.holds_parts or self._layout.works_on_blocks:
@@ -379,7 +380,7 @@ class MeshStrategy(MeshProcess):
         """Format in which gradients are added up over ranks; None with one device."""
         if self.dp_size == 1 or self.lightning_module is None:
             return None
-        if self.wrapped_by_fsdp and self._precision_name in MIXED:
+        if self.dims.uses_fsdp and self._precision_name in MIXED:
             return torch.float32
         return next((p.dtype for p in self.lightning_module.parameters() if p.requires_grad), None)
 

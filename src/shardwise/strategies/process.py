@@ -95,11 +95,6 @@ class MeshProcess(ParallelStrategy):
         return self.dims.dp_shard > 1 or self.dims.tp > 1
 
     @property
-    def wrapped_by_fsdp(self) -> bool:
-        """Whether FSDP's machinery gathers parameters and reduces gradients: for shards, and for replicas of parts."""
-        return self.dims.dp_shard > 1 or (self.dims.dp_replicate > 1 and self.dims.tp > 1)
-
-    @property
     def is_distributed(self) -> bool:
         """Whether Lightning has to give a loader of its own making a sampler for its share."""
         return self.dp_size > 1
