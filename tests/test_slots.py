@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.build import check_slots
-from shardwise.cli import _Repeated
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import compose
+from shardwise.rerun import Repeated
 from shardwise.slots import KINDS, arguments, build, check_arguments, check_names, find_target
 
 RIGHT = {
@@ -210,7 +210,7 @@ def test_a_run_folder_names_no_package_that_may_be_imported(tmp_path: Path) -> N
     lines = ["plugins=[evil]", "+plugins=[evil]", "++plugins=[evil]", " plugins = [evil]", "plugins.0=evil", "seed=1"]
     lines += ["hydra.searchpath=[file:///tmp/evil]", "hydra/launcher=basic", "--config-dir=/tmp/evil"]
     (folder / "overrides.yaml").write_text("".join(f"- '{line}'\n" for line in lines))
-    repeated = _Repeated.from_argv([f"rerun={folder}", "plugins=[mine]"])
+    repeated = Repeated.from_argv([f"rerun={folder}", "plugins=[mine]"])
     assert repeated is not None
     assert repeated.argv == ["seed=1", "plugins=[mine]"]
     config = compose(repeated.argv)

@@ -8,12 +8,15 @@ import logging
 import math
 import os
 import re
+import shutil
+import signal
 import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from shardwise.errors import ConfigError
 from shardwise.tracking import JsonlLogger, WandbTracker
+from shardwise.tracking.transaction_log import read_log
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 LEAN = {"x_disable_stats": True, "x_disable_machine_info": True, "x_save_requirements": False}
@@ -89,6 +93,58 @@ class TestJsonl:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [line["a"] for line in lines_of(logger.path)] == [1.0]
+
+    def test_a_resumed_run_goes_on_where_its_checkpoint_was(self, tmp_path):
+        logger = JsonlLogger(tmp_path / "m.jsonl")
+        assert logger.size() == 0
+        logger.log_metrics({"a": 1.0, "b": math.nan}, step=1)
+        logger.log_metrics({"a": 2.0, "n": 3}, step=2)
+        size = logger.size()
+        assert size == logger.path.stat().st_size
+        logger.log_metrics({"a": 3.0, "c": 1.0}, step=3)
+        resumed = JsonlLogger(logger.path)
+        resumed.cut(size)
+        assert {name: value for name, value in resumed.last.items() if name != "b"} == {"a": 2.0, "n": 3}
+        assert math.isnan(resumed.last["b"])
+        resumed.log_metrics({"d": 4.0})
+        assert [(line["step"], line.get("a")) for line in lines_of(logger.path)] == [(1, 1.0), (2, 2.0), (2, None)]
+        resumed.cut(0)
+        assert (logger.path.read_bytes(), resumed.last) == (b"", {})
+
+    @pytest.mark.parametrize("torn", [b'{"step": 3, "a', b"\xff" * 200_000])
+    @pytest.mark.parametrize("act", ["log", "size", "cut"])
+    def test_a_torn_line_is_never_joined_with_the_next(self, tmp_path, torn, act):
+        path = tmp_path / "m.jsonl"
+        whole = b'{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}\n'
+        path.write_bytes(whole + torn)
+        logger = JsonlLogger(path)
+        if act == "size":
+            assert logger.size() == len(whole)
+        elif act == "cut":
+            logger.cut(len(whole + torn) + 1)
+            assert logger.last == {"a": 2.0}
+        logger.log_metrics({"a": 3.0}, step=3)
+        assert [(line["step"], line["a"]) for line in lines_of(path)] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+    def test_a_file_that_is_nothing_but_a_torn_line_starts_again(self, tmp_path):
+        path = tmp_path / "m.jsonl"
+        path.write_bytes(b'{"step"')
+        JsonlLogger(path).log_metrics({"a": 3.0}, step=3)
+        assert [line["a"] for line in lines_of(path)] == [3.0]
+
+    def test_a_file_shorter_than_the_checkpoint_says_stays_as_it_is(self, tmp_path, caplog):
+        path = tmp_path / "m.jsonl"
+        path.write_bytes(b'{"step": 1, "a": 1.0}\nno json\n{"step": 2, "b": 2.0}\n')
+        logger = JsonlLogger(path)
+        logger.cut(1000)
+        assert path.stat().st_size == 52
+        assert logger.last == {"a": 1.0, "b": 2.0}
+        (line,) = [record.message for record in caplog.records]
+        assert line == f"{path} has 52 bytes, not the 1000 of the checkpoint: lines are missing"
+        path.unlink()
+        logger.cut(10)
+        assert not path.exists()
+        assert logger.last == {}
 
 
 @pytest.fixture
@@ -411,6 +467,8 @@ class StandIn(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Requests)
         self.history: dict[int, dict] = {}
+        self.summary: dict = {}
+        self.states: list[str | int] = []
         self.exit_code: int | None = None
         self.config: dict = {}
         self.stream_works = True
@@ -432,17 +490,44 @@ class Requests(http.server.BaseHTTPRequestHandler):
             lines = request.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
             for index, line in enumerate(lines["content"]):
                 self.server.history[lines["offset"] + index] = json.loads(line)
+            for line in request.get("files", {}).get("wandb-summary.json", {"content": []})["content"]:
+                self.server.summary = json.loads(line)
             if request.get("complete"):
                 self.server.exit_code = request.get("exitcode")
+                self.server.states.append(request.get("exitcode"))
             return self.answer({})
         if "mutation UpsertBucket" in request.get("query", ""):
             if config := request["variables"].get("config"):
                 self.server.config = json.loads(config)
             name = request["variables"].get("name")
             project = {"name": "shardwise", "entity": {"name": "someone"}}
-            bucket = {"id": "aWQ=", "name": name, "displayName": name, "project": project, "historyLineCount": 0}
-            return self.answer({"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}})
+            count, inserted = len(self.server.history), not self.server.states
+            bucket = {"id": "aWQ=", "name": name, "displayName": name, "project": project, "historyLineCount": count}
+            self.server.states.append("running")
+            return self.answer({"data": {"upsertBucket": {"bucket": bucket, "inserted": inserted}}})
+        if "query RunResumeStatus" in request.get("query", ""):
+            model = {"name": "shardwise", "entity": {"name": "someone"}, "bucket": None}
+            if self.server.states:
+                model["bucket"] = self.resumable(request["variables"]["name"])
+            return self.answer({"data": {"model": model}})
         return self.answer({"data": None, "errors": [{"message": "not here"}]})
+
+    def resumable(self, name):
+        rows = self.server.history
+        return {
+            "name": name,
+            "displayName": name,
+            "summaryMetrics": json.dumps(self.server.summary),
+            "historyLineCount": len(rows),
+            "historyTail": json.dumps([json.dumps(rows[max(rows)])] if rows else []),
+            "eventsLineCount": 0,
+            "eventsTail": "[]",
+            "logLineCount": 0,
+            "config": json.dumps(self.server.config),
+            "tags": [],
+            "notes": None,
+            "wandbConfig": json.dumps({"t": 1}),
+        }
 
     def answer(self, content, *, status=200):
         data = json.dumps(content).encode()
@@ -510,3 +595,255 @@ class TestOnline:
         (folder,) = (tmp_path / "run/wandb").glob("run-*")
         assert len(history(records(folder))) == 101
         assert exit_codes(records(folder)) == [0]
+
+
+class Life:
+    """A run from one start of its process to the end of that: a training row per step, a validation every third."""
+
+    def __init__(self, tmp_path, *, resume_at=None, **arguments):
+        folder = Path(tmp_path) / "run"
+        folder.mkdir(exist_ok=True)
+        self.lines = JsonlLogger(folder / "metrics.jsonl")
+        if resume_at is not None:
+            self.lines.cut(resume_at)
+        self.tracker = tracker(tmp_path, run_id="abc", resume=resume_at is not None, **arguments)
+        self.tracker.log_hyperparams({"lr": 0.1})
+
+    def log(self, metrics, step):
+        for logger in (self.lines, self.tracker):
+            logger.log_metrics(metrics, step=step)
+
+    def train(self, first, last, *, noise=0.0):
+        """Returns what a checkpoint in the middle of each step, before its validation, says of metrics.jsonl."""
+        sizes = {}
+        for step in range(first, last + 1):
+            self.log({"train/loss": 1 / step + noise, "lr": 0.1}, step)
+            sizes[step] = self.lines.size()
+            self.validate(step)
+        return sizes
+
+    def validate(self, step):
+        if step % 3 == 0:
+            self.log({"val/loss": 2 / step}, step)
+
+
+def killed_life(tmp_path, first, last, *, resume_at=None):
+    """A life in a process of its own that SIGKILL ends, more than a second after its last row; returns its sizes."""
+    program = f"""
+        import json, os, signal, sys, time
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_tracking import Life
+        life = Life({str(tmp_path)!r}, resume_at={resume_at}, mode="offline")
+        print(json.dumps(life.train({first}, {last})), flush=True)
+        time.sleep(2.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return {int(step): size for step, size in json.loads(done.stdout).items()}
+
+
+def points(rows):
+    """(step, metrics) of rows or lines, and how often each is there."""
+    own = ("step", "time", "nonfinite")
+    plain = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+    return Counter((row["step"], tuple(sorted((k, v) for k, v in row.items() if k not in own))) for row in plain)
+
+
+def logged_offline(tmp_path):
+    folders = sorted((Path(tmp_path) / "run" / "wandb").glob("offline-run-*"))
+    return [row for folder in folders if list(folder.glob("*.wandb")) for row in history(records(folder))]
+
+
+def next_second():
+    """The client names folders by the second."""
+    time.sleep(1.05)
+
+
+class TestResumedOffline:
+    def test_each_point_once_wherever_the_file_was_torn(self, client, tmp_path):
+        original = tmp_path / "original"
+        original.mkdir()
+        life = Life(original)
+        sizes = life.train(1, 9)
+        life.tracker.finish(1)
+        (log,) = original.glob("run/wandb/offline-run-*/*.wandb")
+        size = log.stat().st_size
+        assert (len(read_log(log).rows), read_log(log).whole) == (12, size)
+        next_second()
+        for resumed, kept in (
+            (5, size),
+            (6, size - 1),
+            (6, size - 300),
+            (9, size // 2),
+            (3, size // 3),
+            (5, 40),
+            (5, 7),
+        ):
+            case = tmp_path / f"{resumed}-{kept}"
+            shutil.copytree(original, case)
+            (torn,) = case.glob("run/wandb/offline-run-*/*.wandb")
+            os.truncate(torn, kept)
+            life = Life(case, resume_at=sizes[resumed])
+            life.validate(resumed)
+            life.train(resumed + 1, 12)
+            life.tracker.finish(0)
+            found = points(logged_offline(case))
+            assert set(found.values()) == {1}, (resumed, kept)
+            assert found == points(lines_of(life.lines.path)), (resumed, kept)
+            assert len(found) == 16
+
+    def test_damage_in_the_middle_costs_no_point(self, client, tmp_path, caplog):
+        caplog.set_level(logging.INFO, logger="shardwise.tracking")
+        life = Life(tmp_path)
+        sizes = life.train(1, 9)
+        life.tracker.finish(1)
+        (path,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+        next_second()
+        life = Life(tmp_path, resume_at=sizes[9])
+        life.validate(9)
+        life.tracker.finish(0)
+        assert points(logged_offline(tmp_path)) == points(lines_of(life.lines.path))
+        assert path.read_bytes() + path.with_name(path.name + ".torn").read_bytes() == data
+        folders = " ".join(str(folder) for folder in sorted((tmp_path / "run/wandb").glob("offline-run-*")))
+        told = [record.message for record in caplog.records]
+        assert f"kept as *.torn: {path}" in told[1]
+        assert told[2] == f"W&B: offline (not logged in); upload later with: wandb sync {folders}"
+
+    def test_rows_past_a_preemption_replace_none(self, client, tmp_path):
+        life = Life(tmp_path)
+        sizes = life.train(1, 5)
+        life.log({"train/loss": 9.0}, 5)  # as training ends out of turn, after the checkpoint
+        life.tracker.finish(75)
+        for last, code in ((7, 75), (9, 0)):
+            next_second()
+            life = Life(tmp_path, resume_at=sizes[5])
+            life.train(6, last, noise=1e-9)  # another layout
+            life.tracker.finish(code)
+        steps = Counter(
+            (row["step"], tuple(sorted(set(row) & {"train/loss", "val/loss"}))) for row in logged_offline(tmp_path)
+        )
+        assert steps.pop((5, ("train/loss",))) == 2
+        assert steps == {(s, ("train/loss",)): 1 for s in (1, 2, 3, 4, 6, 7, 8, 9)} | {
+            (s, ("val/loss",)): 1 for s in (3, 6, 9)
+        }
+
+    def test_folders_that_are_gone_are_one_line(self, client, tmp_path, caplog):
+        life = Life(tmp_path)
+        sizes = life.train(1, 4)
+        life.tracker.finish(0)
+        shutil.rmtree(tmp_path / "run/wandb")
+        life = Life(tmp_path, resume_at=sizes[2])
+        life.train(3, 5)
+        life.tracker.finish(0)
+        assert [row["step"] for row in logged_offline(tmp_path)] == [3, 3, 4, 5]
+        (line,) = [record.message for record in caplog.records]
+        assert line.endswith("points of this run have been logged: those since step 2 may come twice")
+
+    def test_long_files_are_read_to_their_end(self, client, tmp_path):
+        logger = tracker(tmp_path, run_id="abc")
+        for step in range(1500):
+            logger.log_metrics({f"metric/{'x' * (step % 97)}": 1.0, "y": math.nan}, step=step)
+        logger.log_metrics({f"{'wide' * 20}/{number}": 1.0 for number in range(1000)}, step=1500)  # three blocks
+        logger.finish(0)
+        (path,) = offline_run(tmp_path).glob("*.wandb")
+        log = read_log(path)
+        assert [row.step for row in log.rows] == list(range(1501))
+        assert (log.rows[96].names, len(log.rows[-1].names)) == ({f"metric/{'x' * 96}", "y"}, 1000)
+        assert log.has_run
+        assert log.has_end
+        assert log.whole == log.size
+
+
+def sync(service, *paths):
+    """The command that the log line tells the user."""
+    command = [str(Path(sys.executable).with_name("wandb")), "sync", *map(str, paths)]
+    environment = os.environ | {"WANDB_DIR": os.environ["HOME"]}  # its log
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert "ERROR" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    return [service.history[index] for index in sorted(service.history)]
+
+
+class TestResumedOnline:
+    @pytest.mark.parametrize("delivered", [0, 3, 6, 10, 12])
+    def test_each_point_once_however_much_had_arrived(self, service, tmp_path, delivered):
+        life = Life(tmp_path, config={"trainer": {"max_steps": 9}})
+        sizes = life.train(1, 9)
+        life.tracker.finish(1)
+        service.history = {index: row for index, row in service.history.items() if index < delivered}
+        next_second()
+        life = Life(tmp_path, resume_at=sizes[6], config={"trainer": {"max_steps": 12}})
+        assert life.tracker.experiment.id == "abc"
+        life.validate(6)
+        life.train(7, 12)
+        life.tracker.finish(0)
+        rows = [service.history[index] for index in sorted(service.history)]
+        assert points(rows) == points(lines_of(life.lines.path))
+        assert [row["_step"] for row in rows] == list(range(16))
+        assert service.summary["step"] == 12
+        assert service.config["trainer"]["value"] == {"max_steps": 12}
+
+    def test_a_run_that_had_failed_runs_again_and_ends_well(self, service, tmp_path):
+        life = Life(tmp_path)
+        sizes = life.train(1, 2)
+        life.tracker.finish(1)
+        assert service.states[-1] == 1
+        next_second()
+        life = Life(tmp_path, resume_at=sizes[1])
+        life.train(2, 3)
+        assert service.states[-1] == "running"
+        life.tracker.finish(0)
+        assert service.states[-1] == 0
+
+    def test_a_run_that_the_service_never_saw_arrives_whole(self, service, tmp_path):
+        life = Life(tmp_path, mode="disabled")
+        sizes = life.train(1, 4)
+        life = Life(tmp_path, resume_at=sizes[3], mode="online")
+        life.validate(3)
+        life.train(4, 5)
+        life.tracker.finish(0)
+        assert points(service.history.values()) == points(lines_of(life.lines.path))
+        assert all(abs(row["_timestamp"] - time.time()) < 60 for row in service.history.values())
+
+    @pytest.mark.slow
+    def test_offline_folders_of_a_killed_and_resumed_run_make_one_run(self, service, tmp_path):
+        sizes = killed_life(tmp_path, 1, 6)
+        (torn,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+        assert len(read_log(torn).rows) == 8
+        assert not read_log(torn).has_end
+        os.truncate(torn, torn.stat().st_size - 300)
+        killed_life(tmp_path, 7, 6, resume_at=sizes[6])  # before it logs anything of its own
+        next_second()
+        life = Life(tmp_path, resume_at=sizes[4], mode="offline")
+        life.train(5, 9)
+        life.tracker.finish(0)
+        rows = sync(service, *sorted((tmp_path / "run/wandb").glob("offline-run-*")))
+        assert points(rows) == points(lines_of(life.lines.path))
+        assert [row["_step"] for row in rows] == list(range(12))
+        assert service.exit_code == 0
+        assert sync(service, *(tmp_path / "run/wandb").iterdir()) == rows  # nothing is left to upload
+
+    @pytest.mark.slow
+    def test_the_service_comes_and_goes(self, service, tmp_path, caplog):
+        caplog.set_level(logging.INFO, logger="shardwise.tracking")
+        life = Life(tmp_path, mode="offline")
+        sizes = life.train(1, 6)
+        life.tracker.finish(75)
+        (waiting,) = tmp_path.glob("run/wandb/offline-run-*")
+        next_second()
+        life = Life(tmp_path, resume_at=sizes[4], mode="online")
+        sizes |= life.train(5, 9)
+        life.tracker.finish(75)
+        assert f"earlier points wait in the run folder, upload later with: wandb sync {waiting}" in caplog.text
+        next_second()
+        life = Life(tmp_path, resume_at=sizes[8], mode="offline")
+        life.train(9, 12)
+        life.tracker.finish(0)
+        rows = sync(service, *tmp_path.glob("run/wandb/offline-run-*"))
+        assert points(rows) == points(lines_of(life.lines.path))
+        assert [row["_step"] for row in rows] == list(range(16))

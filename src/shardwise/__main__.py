@@ -18,9 +18,16 @@ def _tokenize(argv: Sequence[str]) -> int:
     return main(list(argv))
 
 
+def _inspect(argv: Sequence[str]) -> int:
+    from shardwise.checkpoint.inspect import main
+
+    return main(list(argv))
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "compose a configuration and train (the same as python train.py)"),
     "tokenize": (_tokenize, "turn text into shards of token ids for data=tokens"),
+    "inspect": (_inspect, "print what is in a checkpoint, and whether it is whole"),
 }
 
 

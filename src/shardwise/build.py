@@ -16,6 +16,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import nn
 
+from shardwise.checkpoint.saving import SaveCheckpoints
 from shardwise.config import Config, to_plain
 from shardwise.data.seeded import seeded
 from shardwise.data.sharded import ShardedDataModule
@@ -26,7 +27,8 @@ from shardwise.optim import build_optimizer, build_scheduler
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.layout import Layout, check_layout
 from shardwise.progress import ShowProgress, StepMetrics
-from shardwise.resolve import Resolved, Steps
+from shardwise.provenance import without_secrets
+from shardwise.resolve import Resolved, Steps, seconds_of
 from shardwise.seeds import stable_seed
 from shardwise.slots import AUTO, accepts, arguments, build, check_arguments, find_target
 from shardwise.strategies import MeshStrategy
@@ -47,7 +49,12 @@ def check_slots(config: Config, dims: ParallelDims | None = None) -> None:
         ConfigError: the first thing that is wrong.
     """
     plugins = config.plugins
-    for slot, supplied in (("data", ()), ("model", ()), ("task", ("model",)), ("logger", ("save_dir", "run_id"))):
+    for slot, supplied in (
+        ("data", ()),
+        ("model", ()),
+        ("task", ("model",)),
+        ("logger", ("save_dir", "run_id", "resume")),
+    ):
         node = getattr(config, slot)
         if node.get("_target_") or slot in ("data", "task"):
             target = find_target(slot, node, plugins=plugins)
@@ -196,8 +203,14 @@ def _optimizers(task: pl.LightningModule, resolved: Resolved, steps: Steps) -> C
     return configure_optimizers
 
 
-def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence[str] = ()) -> pl.Trainer:
-    """Lightning's Trainer around :class:`MeshStrategy`, with this job's loggers and callbacks."""
+def build_trainer(
+    job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence[str] = (), stop: Any = None
+) -> pl.Trainer:
+    """Lightning's Trainer around :class:`MeshStrategy`, with this job's loggers and callbacks.
+
+    Args:
+        stop: its ``requested`` says who asks the training to end, or None.
+    """
     config, world, options = resolved.config, resolved.world, to_plain(resolved.config)["trainer"]
     strategy = MeshStrategy(
         dp_replicate=resolved.dims.dp_replicate,
@@ -221,6 +234,13 @@ def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence
     for name, node in config.callbacks.items():
         target = find_target("callbacks", node, plugins=config.plugins, where=f"callbacks.{name}")
         callbacks.append(build(target, arguments(node), where=f"callbacks.{name}"))
+    loggers = [] if config.trainer.barebones else build_loggers(job, resolved)
+    if not config.trainer.fast_dev_run:  # nothing that is worth to be kept
+        callbacks.append(_saving(job, resolved, loggers, stop))
+    if config.init_from is not None and job.checkpoint is None:
+        from shardwise.checkpoint.weights import InitFrom
+
+        callbacks.append(InitFrom(config.init_from))
     if options["enable_checkpointing"]:
         # Lightning's own names hold '=', which no override can.
         folder = Path(job.run_folder) / "checkpoints"
@@ -242,7 +262,7 @@ def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence
     try:
         trainer = pl.Trainer(
             strategy=strategy,
-            logger=False if config.trainer.barebones else build_loggers(job, resolved),
+            logger=loggers or False,
             callbacks=None if config.trainer.barebones else callbacks,
             enable_progress_bar=False,
             use_distributed_sampler=False,
@@ -266,6 +286,29 @@ def build_trainer(job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence
 
     trainer._logger_connector.log_metrics = log_at_step  # type: ignore[method-assign,assignment]
     return trainer
+
+
+def _saving(job: Job, resolved: Resolved, loggers: Sequence[Any], stop: Any) -> SaveCheckpoints:
+    """The callback that saves this job."""
+    config, settings = resolved.config, dict(vars(resolved.config.checkpoint))
+    folder, limit = settings.pop("folder"), config.launch.time_limit
+    lines = next((logger for logger in loggers if isinstance(logger, JsonlLogger)), None)
+    facts = {
+        "run_id": job.run_id,
+        "run_folder": job.run_folder,
+        "experiment": Path(job.run_folder).parent.name,
+        "config": without_secrets(to_plain(config)),
+        "overrides": without_secrets(list(job.overrides)),
+        "strategy": config.strategy.name,
+    }
+    return SaveCheckpoints(
+        f"{job.run_folder}/checkpoints" if folder is None else f"{folder.rstrip('/')}/{job.run_id}",
+        **settings,
+        facts=lambda: {**facts, "metrics_bytes": 0 if lines is None else lines.size()},
+        manifest={"run_id": job.run_id, "strategy": config.strategy.name},
+        stop=stop,
+        time_limit=None if limit is None else job.started + seconds_of(limit),
+    )
 
 
 def check_monitors(trainer: pl.Trainer, data: ShardedDataModule) -> None:
@@ -298,7 +341,7 @@ def build_loggers(job: Job, resolved: Resolved) -> list[Any]:
     loggers: list[Any] = [JsonlLogger(folder / "metrics.jsonl")]
     if config.logger.get("_target_"):
         target = find_target("logger", config.logger, plugins=config.plugins)
-        offered = {"save_dir": job.run_folder, "run_id": job.run_id}
+        offered = {"save_dir": job.run_folder, "run_id": job.run_id, "resume": job.resumed}
         supplied = {key: value for key, value in offered.items() if accepts(target, key)}
         given = arguments(config.logger)
         loggers.append(build(target, given, where="logger", **{k: v for k, v in supplied.items() if k not in given}))

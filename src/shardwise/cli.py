@@ -4,19 +4,20 @@ It composes, checks and resolves in one process, and hands a plain job to the ra
 that the framework owns is wrong any more.
 """
 
-import contextlib
-import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.config import PLUGGED_IN, Config
 from shardwise.errors import ConfigError
 from shardwise.resolve import Resolved, is_launched_rank, resolve
+
+if TYPE_CHECKING:
+    from shardwise.job import Job
+    from shardwise.rerun import Repeated
 
 USER_ERROR = 2
 """Exit status for a mistake of the user's."""
@@ -68,62 +69,127 @@ def _status_of(action: Any, *, rank_zero: bool = True) -> int:
         if isinstance(error, (RanksFailedError, SweepFailedError)):
             text = str(error)
             print(text if text.startswith("Traceback") else f"error: {text}", file=sys.stderr)
+            for note in getattr(error, "__notes__", ()):
+                print(note, file=sys.stderr)
         else:
             traceback.print_exc()
         return 1
 
 
-def _compose(argv: list[str]) -> None:
+def _compose(argv: list[str]) -> int:
+    """Compose and run, or say that there is nothing to resume; returns the exit status."""
     from shardwise.hydra_setup import run_hydra
 
-    repeated = _Repeated.from_argv(argv)
-    typed = argv if repeated is None else repeated.argv
+    repeated, status = _repeated(argv), 0
+    if repeated is not None and (done := repeated.done()):
+        print(done)
+        return 0
 
     def run(config: Config, overrides: list[str], choices: dict[str, Any]) -> None:
-        from shardwise.launch import launch
+        from shardwise.job import in_run_folder
 
-        launch(_prepare(config, overrides, choices, repeated))
+        nonlocal status
+        if job := _prepare(config, overrides, choices, repeated):
+            with in_run_folder(job) as job:
+                status = _run(job)
 
-    run_hydra(run, typed)
+    run_hydra(run, argv if repeated is None else repeated.argv)
+    return status
 
 
-def _compose_for_ranks(argv: list[str]) -> None:
-    """As rank 0 of ranks that exist already: compose, tell the others, and take part."""
+def _compose_for_ranks(argv: list[str]) -> int:
+    """As rank 0 of ranks that exist already: compose, tell the others, and take part; returns the exit status."""
     from shardwise.hydra_setup import run_hydra
-    from shardwise.launch import launch, tell_ranks
+    from shardwise.launch import tell_ranks
 
-    told = False
+    told, status = False, 0
 
     def run(config: Config, overrides: list[str], choices: dict[str, Any]) -> None:
-        nonlocal told
-        job = _prepare(config, overrides, choices, None)
-        told = True
-        tell_ranks(job)
-        launch(job)
+        from shardwise.job import in_run_folder
+
+        nonlocal told, status
+        if job := _prepare(config, overrides, choices, repeated):
+            with in_run_folder(job) as job:
+                told = True
+                tell_ranks(job)
+                status = _run(job)
 
     try:
         for argument in argv:
             if argument in ("-m", "--multirun") or argument.startswith("rerun="):
                 raise ConfigError(f"{argument} under torchrun would run once a rank: type it with python train.py")
-        run_hydra(run, argv)
+        repeated = _repeated(argv)
+        if repeated is not None and (done := repeated.done()):
+            print(done)
+        else:
+            run_hydra(run, argv if repeated is None else repeated.argv)
     except Exception:
         if not told:
             tell_ranks(None, USER_ERROR)
         raise
-    if not told:  # --cfg and --info run nothing
+    if not told:  # --cfg and --info run nothing, and a completed run is not resumed
         tell_ranks(None)
+    return status
 
 
-def _prepare(config: Config, overrides: list[str], choices: dict[str, Any], repeated: "_Repeated | None") -> Any:
-    """Everything that can be wrong is found here; then the run folder is made."""
-    from shardwise.job import check_writable, make_job, with_folder
+def _repeated(argv: list[str]) -> "Repeated | None":
+    """The run that ``rerun=`` or ``resume=`` names."""
+    from shardwise.rerun import Repeated
+
+    return Repeated.from_argv(argv, experiment_folder=_experiment_folder)
+
+
+def _experiment_folder(argv: list[str]) -> Path:
+    """The folder that holds the runs of the experiment that ``argv`` is about."""
+    from shardwise.explain import check_flags
+    from shardwise.hydra_setup import run_hydra
+    from shardwise.job import config_dir
+
+    folders: list[Path] = []
+    own = config_dir(argv)
+    flags = [] if own is None else ["--config-dir", own]  # --cfg and --info are for what is found
+
+    def find(config: Config, overrides: list[str], choices: dict[str, Any]) -> None:
+        folders.append(Path(config.output_root).absolute() / _experiment(config, choices))
+
+    run_hydra(find, [*flags, *check_flags(argv)[1]])
+    return folders[0]
+
+
+def _run(job: "Job") -> int:
+    """Run a job; what a failure leaves to do is added to the exception."""
+    from shardwise.launch import launch
+    from shardwise.signals import PREEMPTED
+
+    try:
+        result = launch(job)
+    except ConfigError:
+        raise
+    except Exception as error:
+        from shardwise.summary import resume_command
+
+        if command := resume_command(job):
+            error.add_note(f"next:\n  {command}")
+        raise
+    return PREEMPTED if result.get("status") == "preempted" else 0
+
+
+def _prepare(
+    config: Config, overrides: list[str], choices: dict[str, Any], repeated: "Repeated | None"
+) -> "Job | None":
+    """Everything that can be wrong is found here, before anything is made; None where there is nothing to resume."""
+    from shardwise.job import check_writable, make_job
 
     notes: list[str] = []
     if repeated is not None:
         config, notes = repeated.keep(config)
+        if done := repeated.done(config):
+            print(done)
+            return None
     experiment = _experiment(config, choices)
     resolved = resolve(config)
-    check_writable(config.output_root)
+    if repeated is None or repeated.folder is None:
+        check_writable(config.output_root)
     check_plugged_in(resolved)
     if repeated is not None:
         notes += repeated.differences()
@@ -135,7 +201,7 @@ def _prepare(config: Config, overrides: list[str], choices: dict[str, Any], repe
         command=["python", *sys.orig_argv[1:]],
         notes=notes,
     )
-    return with_folder(job)
+    return job if repeated is None else repeated.applied(job)
 
 
 def _experiment(config: Config, choices: dict[str, Any]) -> str:
@@ -168,6 +234,7 @@ def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: 
     Raises:
         ConfigError: there is no job, or one of them is wrong; nothing has run then.
         SweepFailedError: a job failed.
+        SystemExit: a signal has ended the sweep, with status 75 where its job has saved its state.
     """
     from shardwise.job import check_writable, make_job
 
@@ -197,123 +264,3 @@ def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: 
     ]
     outcomes = run_jobs(jobs, folder=folder, on_failure=composed[0][0].sweep.on_failure)
     return [outcome.result or {} for outcome in outcomes]
-
-
-class _Repeated:
-    """A run that is repeated from its folder: what was typed then, followed by what is typed now."""
-
-    def __init__(self, folder: Path, stored: list[str], rest: list[str]) -> None:
-        self.folder = folder
-        self.stored = stored
-        self.argv = [*stored, *rest]
-
-    @classmethod
-    def from_argv(cls, argv: Sequence[str]) -> "_Repeated | None":
-        """The run that ``rerun=<folder>`` names, or None.
-
-        Raises:
-            ConfigError: the folder is no run's.
-        """
-        from shardwise.hydra_setup import read_yaml
-        from shardwise.provenance import MASK
-
-        named = [argument for argument in argv if argument.startswith("rerun=")]
-        if not named:
-            return None
-        if len(named) > 1:
-            raise ConfigError(f"{' '.join(named)}: one run can be repeated at a time")
-        if "-m" in argv or "--multirun" in argv:
-            raise ConfigError(f"{named[0]} repeats one run: leave -m out, or type the sweep without rerun=")
-        folder = Path(named[0].partition("=")[2].strip("'\"")).expanduser()
-        path = folder / "overrides.yaml"
-        if not path.is_file() or not (folder / "config.yaml").is_file():
-            raise ConfigError(
-                f"rerun={folder} is no run folder: one holds overrides.yaml and config.yaml, such as "
-                f"outputs/<experiment>/<run id>"
-            )
-        from shardwise.job import config_dir
-
-        then = None
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-            then = config_dir([str(word) for word in record["command"]])
-        if then is not None and config_dir(argv) is None:
-            typed = f"--config-dir {then}"
-            raise ConfigError(f"{named[0]} was typed with {typed}, which is never taken from a folder: add {typed}")
-        stored = read_yaml(path)
-        if not isinstance(stored, list) or not all(isinstance(line, str) for line in stored):
-            raise ConfigError(f"{path} is damaged: a list of overrides is expected")
-        rest = [argument for argument in argv if not argument.startswith("rerun=")]
-        keys = {_key(line) for line in rest}
-        # Which packages may be named, and where to look for files, is the user's word, not a folder's.
-        stored = [
-            line
-            for line in map(str.strip, stored)
-            if not line.startswith("-") and re.split("[./@]", _key(line))[0] not in ("plugins", "hydra")
-        ]
-        for line in stored:
-            if MASK in line and _key(line) not in keys:
-                raise ConfigError(f"{_key(line)} is a secret that {path} does not hold: type {_key(line)}=... again")
-        stored = [line for line in stored if MASK not in line]
-        if any(line.startswith("sweep=") for line in stored):
-            rest.insert(0, "hydra.mode=RUN")  # one job of the sweep, not all of them again
-        return cls(folder, stored, rest)
-
-    def keep(self, config: Config) -> tuple[Config, list[str]]:
-        """``config`` with the folder's values where only the defaults have changed since, and a line for each."""
-        from shardwise.config import from_plain, to_plain
-        from shardwise.hydra_setup import compose_plain, read_yaml
-        from shardwise.provenance import MASK
-
-        then = read_yaml(self.folder / "config.yaml")
-        if not isinstance(then, dict):
-            raise ConfigError(f"{self.folder / 'config.yaml'} is damaged: a mapping is expected")
-        then.pop("derived", None)
-        then.pop("plugins", None)
-        now, asked, notes = _flat(compose_plain(self.stored)), to_plain(config), []
-        flat_asked = _flat(asked)
-        for key, value in _flat(then).items():
-            if key not in now:
-                notes.append(f"{'.'.join(key)}={value!r} of the repeated run is no key any more and is left out")
-            elif MASK in str(value):
-                continue
-            elif now[key] != value and key in flat_asked and flat_asked[key] == now[key]:
-                _put(asked, key, value)
-                notes.append(
-                    f"{'.'.join(key)}={value!r} is kept from the repeated run (the default is {now[key]!r} now)"
-                )
-        return from_plain(asked), notes
-
-    def differences(self) -> list[str]:
-        """What differs between then and now in code, versions and hardware, a line each."""
-        from shardwise.provenance import collect, differences
-
-        try:
-            then = json.loads((self.folder / "provenance.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            return [f"{self.folder / 'provenance.json'} cannot be read ({error}): what differs is unknown"]
-        now = collect(command=[], seed=0, ranks=[])
-        return [f"differs from the repeated run: {line}" for line in differences(then, now)] or [
-            "code, versions and hardware are those of the repeated run"
-        ]
-
-
-def _key(override: str) -> str:
-    """The key that an override is about: ``a.b`` of ``+a.b=c``."""
-    return override.lstrip("+~ ").partition("=")[0].strip()
-
-
-def _flat(plain: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    flat: dict[tuple[str, ...], Any] = {}
-    for key, value in plain.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flat(value, (*prefix, str(key))))
-        else:
-            flat[(*prefix, str(key))] = value
-    return flat
-
-
-def _put(plain: dict[str, Any], key: tuple[str, ...], value: Any) -> None:
-    for part in key[:-1]:
-        plain = plain[part]
-    plain[key[-1]] = value

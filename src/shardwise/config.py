@@ -135,6 +135,36 @@ class LaunchConfig:
     """Seconds until every rank has met the others and made the first step."""
     collective_timeout: int = field(default=120, metadata=limits(least=1))
     """Seconds a collective may take in training."""
+    max_restarts: int = field(default=0, metadata=limits(least=0))
+    """Times that all processes are started again after a crash, from the newest whole checkpoint."""
+    time_limit: str | None = None
+    """Wall-clock time as DD:HH:MM:SS after which the run saves a checkpoint and ends as preempted (exit status 75)."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When the state of a run is saved, where, and what is kept. A request to end (a signal) saves in any case."""
+
+    every_n_steps: int | None = field(default=None, metadata=limits(least=1))
+    """Optimizer steps between two checkpoints."""
+    every_minutes: float | None = field(default=15.0, metadata=limits(least=0))
+    """Minutes between two checkpoints, after the step in which they are over; null for none."""
+    at_end: bool = True
+    """Save after the last step."""
+    background: bool = True
+    """Let training go on while a copy of the state is written; false waits for it."""
+    keep_last: int | None = field(default=2, metadata=limits(least=1))
+    """Newest checkpoints that are kept; null keeps all."""
+    keep_every_n_steps: int | None = field(default=None, metadata=limits(least=1))
+    """Checkpoints of every n-th step are kept besides."""
+    keep_best: int = field(default=0, metadata=limits(least=0))
+    """Checkpoints with the best values of checkpoint.monitor that are kept besides."""
+    monitor: str | None = None
+    """Metric that says which is best, such as val/loss."""
+    mode: str = field(default="min", metadata=choices("min", "max"))
+    """Whether a small or a large value of checkpoint.monitor is good."""
+    folder: str | None = None
+    """Where checkpoints go, in a folder of the run's id: a path, s3://, gs://, memory://; null: into the run folder."""
 
 
 @dataclass
@@ -238,6 +268,8 @@ class Config:
     """Where run folders go; relative to where the command is typed."""
     plugins: list[str] = field(default_factory=list)
     """Packages of yours that the configuration may name as a _target_."""
+    init_from: str | None = None
+    """Weights to start from: a safetensors file, a folder of them, or a checkpoint."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
@@ -245,6 +277,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lr_scaling: LRScalingConfig = field(default_factory=LRScalingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     task: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardwise.config import Config, nearest, needed, unknown_key, wrong_choice
 from shardwise.errors import ConfigError
+from shardwise.groups import WORDS
 
 KEY = r"[A-Za-z_][\w/@.:-]*"
 
@@ -108,7 +109,7 @@ def explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> str:
     if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         return f"{match[1]}={match[2]}: there is no file {match[1]}/{match[2]}.yaml on the search path"
     if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
-        return f"{match[1]}: no such group{nearest(match[1], groups)} (groups: {', '.join(groups)})"
+        return f"{match[1]}: no such group{nearest(match[1], [*groups, *WORDS])} (groups: {', '.join(groups)})"
     if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists already: leave the + out"
     if match := re.search(r"Could not delete from config\. (?:The value of )?'([^']+)' (?:does not exist|is)", text):
@@ -135,7 +136,7 @@ def _explain_key(full_key: str, message: str, groups: Mapping[str, Sequence[str]
         if depth == 0 and part in groups and part not in known:
             return f"{part} is a group without keys of its own: type {part}={'|'.join(groups[part]) or '...'}"
         if part not in known:
-            names = [*known, *groups] if depth == 0 else list(known)
+            names = [*known, *groups, *WORDS] if depth == 0 else list(known)
             return str(unknown_key(".".join(parts[: depth + 1]), dict.fromkeys(names)))
         kind = known[part].type
         if not is_dataclass(kind):

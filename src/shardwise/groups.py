@@ -23,6 +23,13 @@ GROUPS = {
 }
 """Config group -> what it is about, in the order in which ``--help`` lists them."""
 
+WORDS = {
+    "rerun": "<run folder>: what was typed then and what is typed now, as a new run",
+    "resume": "<run folder>|last: the same, on from the newest whole checkpoint, in the same folder (last: the newest "
+    "run of the experiment); <checkpoint>: a new run from there",
+}
+"""What can be typed beside groups and keys, before Hydra sees any of it -> its value."""
+
 
 def group_choices() -> dict[str, list[str]]:
     """Group -> names of its YAML files, from the package's configuration and experiments."""

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from shardwise.config import Config, TrainerConfig
-from shardwise.groups import GROUPS, group_choices
+from shardwise.groups import GROUPS, WORDS, group_choices
 
 EXAMPLES = (
     ("python train.py", "the digits on one device"),
@@ -21,9 +21,10 @@ EXAMPLES = (
     ("python train.py experiment=text_gpt precision=bf16-mixed", "a small GPT on text"),
     ("python train.py -m strategy=ddp,fsdp batch.global_size=32,64 trainer.devices=2", "four runs, one after another"),
     ("python train.py rerun=outputs/digits/<run id> seed=1", "a run again from its folder, with another seed"),
+    ("python train.py resume=outputs/digits/<run id> trainer.devices=4", "a run on from its newest checkpoint"),
 )
 
-SHOWN = ("strategy", "batch", "precision", "schedule", "lr_scaling", "launch", "sweep")
+SHOWN = ("strategy", "batch", "precision", "schedule", "lr_scaling", "checkpoint", "launch", "sweep")
 """Groups of the schema whose keys are listed one by one."""
 
 
@@ -45,7 +46,11 @@ def help_page() -> str:
     for group, names in groups.items():
         lines += _wrapped(f"  {group:<11}", f"{GROUPS[group]}: {', '.join(names)}" if names else GROUPS[group], width)
     lines += ["", "keys: set a value with key=value (default in brackets)"]
-    for name in ("seed", "experiment_name", "output_root", "plugins"):
+    for word, text in WORDS.items():
+        lines += textwrap.wrap(
+            text, width, initial_indent=f"  {word}  ", subsequent_indent=" " * 6, break_on_hyphens=False
+        )
+    for name in ("seed", "experiment_name", "output_root", "plugins", "init_from"):
         lines += _key(Config, name, name, defaults.get(name), width)
     hints = get_type_hints(Config)
     for group in SHOWN:
@@ -53,7 +58,7 @@ def help_page() -> str:
         assert isinstance(kind, type)
         assert is_dataclass(kind)
         for field in fields(kind):
-            if sorted(field.metadata.get("choices", ())) != groups[group]:  # else the group's choice says it
+            if sorted(field.metadata.get("choices", ())) != groups.get(group):  # else the group's choice says it
                 lines += _key(kind, field.name, f"{group}.{field.name}", values.get(field.name), width)
     arguments = ", ".join(field.name for field in fields(TrainerConfig))
     lines += _wrapped("  trainer.*  ", f"Lightning's own names: {arguments}", width)

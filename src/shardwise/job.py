@@ -1,11 +1,13 @@
 """A job: one resolved run in plain values, as it is handed from who composes it to the ranks that obey."""
 
+import contextlib
 import json
 import os
 import secrets
+import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from typing import Any
 from shardwise.config import Config, from_plain, to_plain
 from shardwise.errors import ConfigError
 from shardwise.resolve import Resolved, World, resolve_in
+
+LOCK, HOLDER = ".lock", ".holder"
+"""In a run folder: what whoever trains there holds, and who that is."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,18 @@ class Job:
     """Lines for the start-up table, such as what differs from the run that is repeated."""
     in_sweep: bool = False
     """Whether it is one of several jobs of ``-m``."""
+    action: str = "train"
+    """train, eval, predict or generate."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an action other than training."""
+    checkpoint: str | None = None
+    """The checkpoint folder to restore from."""
+    resumed: bool = False
+    """Whether it continues in its own run folder, which exists."""
+    parent: str | None = None
+    """The checkpoint that a new run starts from."""
+    started: float = field(default_factory=time.time)
+    """When the command was typed, in Unix seconds."""
 
     def resolved(self) -> Resolved:
         """The typed configuration with everything derived from it."""
@@ -92,6 +109,68 @@ def with_folder(job: Job) -> Job:
     except OSError as error:
         raise unwritable(folder, error) from error
     return replace(job, run_id=run_id, run_folder=str(folder))
+
+
+@contextlib.contextmanager
+def in_run_folder(job: Job) -> Iterator[Job]:
+    """The job with its run folder made, unless it continues in its own, and held against others while the block lasts.
+
+    The composing process holds it, not the ranks, which end with that one; the operating system lets go of it where it
+    is killed.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to, or another process trains there.
+    """
+    from filelock import FileLock, Timeout
+
+    if not job.resumed:
+        job = with_folder(job)
+    folder = Path(job.run_folder)
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+        (folder / HOLDER).unlink(missing_ok=True)  # of a run that was killed, or a stranger's link to elsewhere
+        with (folder / HOLDER).open("x", encoding="utf-8") as file:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    except Timeout as error:
+        raise running(folder) from error
+    except OSError as error:
+        lock.release()
+        raise unwritable(folder, error) from error
+    try:
+        yield job
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / HOLDER).unlink()
+        lock.release()
+
+
+def check_idle(folder: Path, *, word: str | None = None) -> None:
+    """Whether nobody trains in a run folder; writes nothing.
+
+    Raises:
+        ConfigError: somebody does, and who; ``word`` is what was typed.
+    """
+    from filelock import FileLock, Timeout
+
+    if not (folder / LOCK).exists():
+        return
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            pass
+    except Timeout as error:
+        raise running(folder, word=word) from error
+    except OSError as error:
+        raise unwritable(folder / LOCK, error) from error
+
+
+def running(folder: Path, *, word: str | None = None) -> ConfigError:
+    """The error for a run folder in which somebody trains: who does."""
+    who = "another process"
+    with contextlib.suppress(OSError):
+        text = (folder / HOLDER).read_text(encoding="utf-8", errors="replace")[:200].strip()
+        who = "".join(filter(str.isprintable, text)) or who
+    return ConfigError(f"{word or folder}: {who} trains in {folder}: wait until it has ended, or end it first")
 
 
 def check_writable(root: str) -> None:

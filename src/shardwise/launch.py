@@ -4,19 +4,24 @@ The agent is called from here, so that one command starts every process of this 
 own. Under torchrun the ranks exist already: rank 0 hands them the job through the agent's store.
 """
 
+import contextlib
+import functools
 import json
 import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.job import Job
-from shardwise.signals import GRACE_SECONDS, fatal_signals
-from shardwise.worker import first_failure, obey, work
+from shardwise.signals import GRACE_SECONDS, PREEMPTED, Stop, owned_signals, signals_wait
+from shardwise.worker import first_failure, obey, set_failures_aside, work
 
 PRELOADED = ["shardwise.run"]
 """Imported once by the forkserver; each worker then starts in a fraction of a second."""
@@ -25,40 +30,97 @@ PRELOADED = ["shardwise.run"]
 class RanksFailedError(RuntimeError):
     """A rank has failed; the message is its traceback."""
 
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+        """Which rank, and what happened to it, in one line."""
+
 
 def warm_up() -> None:
     """Let a forkserver import what workers need while this process goes on. Call before importing torch here."""
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     # __main__ would be imported by each worker again, for nothing: the entry point stands in a module.
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with signals_wait():
+        resource_tracker.ensure_running()
+    with signals_wait():  # again, as multiprocessing lets some through after it has started its helper
+        forkserver.ensure_running()
 
 
-def launch(job: Job) -> dict[str, Any]:
-    """Run a job to its end; returns what rank 0 returned.
+def launch(job: Job, stop: Stop | None = None) -> dict[str, Any]:
+    """Run a job to its end; returns what rank 0 returned, whose status is ``completed`` or ``preempted``.
+
+    Args:
+        job: what to run; its run folder exists.
+        stop: what signals ask for, where the caller owns them; they are owned here otherwise.
 
     Raises:
         ConfigError: a rank found a mistake of the user's.
-        RanksFailedError: a rank failed otherwise, with the traceback of the first.
+        RanksFailedError: a rank failed otherwise, with the traceback of the first; restarts are used up.
+        SystemExit: a signal has ended the job at once.
     """
-    if job.world["launch"] == "local":
-        return _launch_local(job)
-    return obey(job)
+    if job.world["launch"] == "torchrun":
+        return obey(job)
+    set_failures_aside(job.run_folder)
+    if job.world["launch"] != "local":
+        return obey(job)
+    if stop is not None:
+        return _launch_with_restarts(job, stop)
+    # The workers have their own time to end before this process does.
+    with owned_signals(console=True, grace=3 * GRACE_SECONDS) as stop:
+        return _launch_with_restarts(job, stop)
 
 
-def _launch_local(job: Job) -> dict[str, Any]:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+# ---- processes of this machine -------------------------------------------------------------------------------------
+
+
+def _launch_with_restarts(job: Job, stop: Stop) -> dict[str, Any]:
+    """Launch a job until it ends otherwise than by a crash, or its restarts are used up.
+
+    Each attempt has an agent of its own: this process knows best why one has failed, and from which checkpoint all
+    ranks of the next one go on.
+    """
+    warm_up()
+    restarts = job.config["launch"]["max_restarts"]
+    for restart in range(1, restarts + 1):
+        try:
+            return _launch_local(job, stop)
+        except RanksFailedError as error:
+            if stop.requested is not None:
+                raise
+            job = _restarted(job, f"{error.cause}; restart {restart} of {restarts}")
+    return _launch_local(job, stop)
+
+
+def _restarted(job: Job, why: str) -> Job:
+    """The job as it goes on from its newest whole checkpoint, or begins anew; says so."""
+    from shardwise.checkpoint.manifest import step_of
+    from shardwise.checkpoint.store import checkpoints_of
+
+    set_failures_aside(job.run_folder)
+    store = checkpoints_of(job.run_folder)
+    newest, damaged = store.newest_whole()
+    for name, problems in damaged.items():
+        print(f"{store.url}/{name} is left out: {problems[0]}", file=sys.stderr, flush=True)
+    how = "begins anew, as there is no whole checkpoint" if newest is None else f"goes on from step {step_of(newest)}"
+    print(f"{why}: the run {how}", file=sys.stderr, flush=True)
+    if newest is not None:
+        return replace(job, resumed=True, checkpoint=f"{store.url}/{newest}")
+    return replace(job, resumed=True, checkpoint=job.parent)
+
+
+def _launch_local(job: Job, stop: Stop) -> dict[str, Any]:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _quiet_elastic()
-    # A rank that a signal does not end is killed after this many seconds.
+    # A rank that is told to end at once and does not is killed after this many seconds.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(GRACE_SECONDS) + 3))
-    before = {one: signal.getsignal(one) for one in fatal_signals()}
     try:
         # The agent would leave its folder of logs behind; the ranks' logs are in the run folder.
-        with tempfile.TemporaryDirectory(prefix="shardwise-") as logs:
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as logs, _workers_of_agent(stop):
             settings = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -71,18 +133,57 @@ def _launch_local(job: Job) -> dict[str, Any]:
                 max_restarts=0,
                 monitor_interval=0.1,
                 start_method="forkserver",
-                signals_to_handle=",".join(one.name for one in before),
+                signals_to_handle="",  # they have an owner
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
             )
             return elastic_launch(settings, work)(job.dumps())[0]
-    except SignalException as error:
-        raise SystemExit(128 + error.sigval) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        record = first_failure(job.run_folder)
+        if stop.requested is not None and failure.exitcode > 128 and (record is None or record["lost_peer"]):
+            # The request came before training had begun, when a worker has nothing to save.
+            raise SystemExit(128 + stop.signal) from None
         raise failed(job, rank, failure.exitcode) from None
+
+
+@contextlib.contextmanager
+def _workers_of_agent(stop: Stop) -> Iterator[None]:
+    """Within this block a request reaches the agent's workers, and the agent ends them by SIGQUIT.
+
+    It would send SIGTERM to the peers of a rank that has failed, which asks for a checkpoint that cannot be made any
+    more. It has no setting for that, and does not say who its workers are: two methods are wrapped.
+    """
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    start, close = MultiprocessContext._start, MultiprocessContext._close
+    workers: list[Any] = []
+
+    def send(one: signal.Signals, process: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, one)
+
+    def tell(one: signal.Signals) -> None:
+        for process in workers:
+            send(signal.SIGUSR1, process)
+
+    def start_workers(context: Any) -> None:
+        start(context)
+        workers[:] = context._pc.processes
+        for process in workers:
+            process.terminate = functools.partial(send, signal.SIGQUIT, process)
+        if stop.requested is not None:  # while they were being started
+            tell(stop.signal)
+
+    def close_workers(context: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
+        close(context, signal.SIGQUIT, timeout)
+
+    agent: Any = MultiprocessContext
+    agent._start, agent._close = start_workers, close_workers
+    try:
+        with stop.deferred(tell):
+            yield
     finally:
-        for one, handler in before.items():  # the agent keeps its own
-            signal.signal(one, handler)
+        agent._start, agent._close = start, close
 
 
 def failed(job: Job, rank: int, exitcode: int) -> Exception:
@@ -94,8 +195,11 @@ def failed(job: Job, rank: int, exitcode: int) -> Exception:
         return ConfigError(record["message"])
     log = f"{job.run_folder}/ranks/rank_{record['rank'] if record else rank}.log"
     if record is not None:
-        return RanksFailedError(f"{record['traceback'].rstrip()}\nrank {record['rank']} failed first; its log: {log}")
-    return RanksFailedError(f"rank {rank} {how_it_ended(exitcode)}; its log: {log}")
+        trace = record["traceback"].rstrip()
+        cause = f"rank {record['rank']} failed: {trace.splitlines()[-1]}"
+        return RanksFailedError(f"{trace}\nrank {record['rank']} failed first; its log: {log}", cause=cause)
+    cause = f"rank {rank} {how_it_ended(exitcode)}"
+    return RanksFailedError(f"{cause}; its log: {log}", cause=cause)
 
 
 def how_it_ended(exitcode: int | None) -> str:
@@ -139,6 +243,8 @@ def tell_ranks(job: Job | None, status: int = 0) -> None:
     Raises:
         ConfigError: two processes are the same rank.
     """
+    if job is not None:
+        set_failures_aside(job.run_folder)
     store = _store()
     store.set("job", json.dumps({"job": None if job is None else job.dumps(), "status": status}))
     _meet(store, seconds=60 if job is None else job.config["launch"]["start_timeout"])
@@ -152,8 +258,7 @@ def hear_from_rank_zero() -> int:
     _meet(store, seconds=60 if job is None else job.config["launch"]["start_timeout"])
     if job is None:
         return int(word["status"])
-    obey(job)
-    return 0
+    return PREEMPTED if obey(job)["status"] == "preempted" else 0
 
 
 def _meet(store: Any, *, seconds: float) -> None:

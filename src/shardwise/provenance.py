@@ -193,6 +193,23 @@ def collect(*, command: Sequence[str], seed: int, ranks: list[dict[str, Any]]) -
     return without_secrets(record)
 
 
+def with_attempts(record: Mapping[str, Any], earlier: Any) -> dict[str, Any]:
+    """The record of a run that continues, with those of its earlier attempts under ``attempts``, the oldest first.
+
+    ``earlier`` is what its ``provenance.json`` holds, or anything else where that is damaged. Of changes to the code
+    that the next attempt still had, an earlier one keeps the hash only.
+    """
+    if not isinstance(earlier, Mapping):
+        return dict(record)
+    before = earlier.get("attempts")
+    attempts = [dict(one) for one in before if isinstance(one, Mapping)] if isinstance(before, list) else []
+    last = {key: value for key, value in earlier.items() if key != "attempts"}
+    git, now = _mapping(last.get("git")), _mapping(record.get("git"))
+    if git.get("diff_sha256") is not None and git.get("diff_sha256") == now.get("diff_sha256"):
+        last["git"] = {key: value for key, value in git.items() if key != "diff"}
+    return {**record, "attempts": [*attempts, last]}
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line per thing in code, versions or hardware that differs between two records of collect, the code first.
 

@@ -99,6 +99,7 @@ def count_gpus() -> int:
 def resolve(config: Config, *, environ: Mapping[str, str] = os.environ, gpus: int | None = None) -> Resolved:
     """Find the world, then apply every rule that crosses groups; see :func:`find_world` and :func:`resolve_in`."""
     check_steps(config)  # before the devices are counted, for which torch may have to be imported
+    check_checkpoints(config)
     return resolve_in(config, find_world(config, environ=environ, gpus=gpus))
 
 
@@ -170,6 +171,11 @@ def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus:
     accelerator = "gpu" if present else "cpu"
 
     if launched:
+        if launch.max_restarts:
+            raise ConfigError(
+                f"launch.max_restarts={launch.max_restarts} under torchrun, which restarts by itself: leave it out, "
+                f"and type resume=<run folder> after a crash"
+            )
         size, devices = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
         if size % devices:
             raise ConfigError(
@@ -195,7 +201,10 @@ def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus:
                 f"torchrun --nnodes={trainer.num_nodes} --nproc-per-node={devices} --rdzv-backend=c10d "
                 f"--rdzv-endpoint=<first host>:29500 train.py ..."
             )
-        if devices == 1:
+        if devices == 1 and launch.max_restarts:
+            reason = f"launch.max_restarts={launch.max_restarts} starts another process after a crash"
+            world = World(1, 1, accelerator, "local", reason)
+        elif devices == 1:
             world = World(1, 1, accelerator, "in-process", "one process is enough")
         else:
             world = World(1, devices, accelerator, "local", f"{devices} processes on this machine")
@@ -288,10 +297,9 @@ def check_steps(config: Config) -> None:
         raise ConfigError(
             f"trainer.max_steps={trainer.max_steps}: a positive number of optimizer steps, or -1 for no limit"
         )
-    if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
-        raise ConfigError(
-            f"trainer.max_time={trainer.max_time}: DD:HH:MM:SS is needed, such as trainer.max_time=00:01:30:00"
-        )
+    for name, limit in (("trainer.max_time", trainer.max_time), ("launch.time_limit", config.launch.time_limit)):
+        if limit is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", limit):
+            raise ConfigError(f"{name}={limit}: DD:HH:MM:SS is needed, such as {name}=00:01:30:00")
     schedules.check(
         schedule.kind,
         total_steps=trainer.max_steps if trainer.max_steps > 0 else sys.maxsize,
@@ -335,6 +343,27 @@ def check_steps(config: Config) -> None:
     if trainer.default_root_dir is not None:
         raise ConfigError(
             "trainer.default_root_dir: a run's folder is output_root/<experiment>/<run id>: output_root=..."
+        )
+
+
+def seconds_of(limit: str) -> float:
+    """Seconds of a time as DD:HH:MM:SS."""
+    days, hours, minutes, seconds = map(int, limit.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_checkpoints(config: Config) -> None:
+    """Refuse to keep the best where nothing says which is best, and a metric that decides about nothing."""
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best and checkpoint.monitor is None:
+        raise ConfigError(
+            f"checkpoint.keep_best={checkpoint.keep_best}, and no metric says which are best: type "
+            f"checkpoint.monitor=val/loss, or another"
+        )
+    if checkpoint.monitor is not None and not checkpoint.keep_best:
+        raise ConfigError(
+            f"checkpoint.monitor={checkpoint.monitor}, and checkpoint.keep_best=0 keeps none for it: type "
+            f"checkpoint.keep_best=1"
         )
 
 

@@ -1,6 +1,8 @@
 """Build every object of a job, fit, test, and write what came out: what each rank does with a job."""
 
+import contextlib
 import errno
+import json
 import math
 import os
 import socket
@@ -18,28 +20,38 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from shardwise.build import build_data, build_task, build_trainer, check_monitors, notes_on
+from shardwise.checkpoint.reader import read_state
+from shardwise.checkpoint.saving import Preempted, SaveCheckpoints
 from shardwise.config import to_plain
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import write_yaml
 from shardwise.job import Job, unwritable, write_json
 from shardwise.provenance import collect, without_secrets
 from shardwise.resolve import Resolved, resolve_steps
-from shardwise.signals import undisturbed
+from shardwise.signals import PREEMPTED, Stop, undisturbed
 from shardwise.summary import brings_optimizer, show_end
 from shardwise.tracking import JsonlLogger, WandbTracker
+
+SAVING_SECONDS = 5.0
+"""How long a run that fails waits for the checkpoint that is being written: its peers may be gone."""
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
 """Why a run folder takes no more, which is not the program's fault."""
 
 
-def run_job(job: Job) -> dict[str, Any]:
+def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     """Train and test as the job says, on this rank; returns what ``result.json`` holds.
+
+    Args:
+        job: what to do.
+        stop: what signals ask for; while training, they ask for a checkpoint and the end.
 
     Raises:
         ConfigError: something of the configuration shows only now to be wrong, with the data or the model at hand.
     """
     resolved = job.resolved()
     config = resolved.config
+    stop = stop or Stop()
     rank = int(os.environ.get("RANK", "0"))
     _quiet_lightning()
     _share_cores(resolved)
@@ -56,8 +68,10 @@ def run_job(job: Job) -> dict[str, Any]:
         data = build_data(resolved, rank)
         steps = resolve_steps(resolved, data.num_train_samples)
         task = build_task(resolved, data, steps)
-        trainer = build_trainer(job, resolved, steps, notes=notes_on(task, config))
+        trainer = build_trainer(job, resolved, steps, notes=notes_on(task, config), stop=stop)
         check_monitors(trainer, data)
+        if job.resumed:
+            _cut_metrics(job, trainer)
         if writer is not None:
             derived = {**resolved.derived(), "total_steps": steps.total, "samples_per_epoch": steps.samples_per_epoch}
             if brings_optimizer(task):
@@ -65,12 +79,18 @@ def run_job(job: Job) -> dict[str, Any]:
             writer.describe(derived)
             for logger in trainer.loggers:
                 logger.log_hyperparams({**without_secrets(to_plain(config)), "derived": derived})
-        trainer.fit(task, datamodule=data)
-        values.update(trainer.callback_metrics)  # the test starts from none
-        tested = is_overridden("test_step", task) and is_overridden("test_dataloader", data)
-        if tested and not config.trainer.fast_dev_run:
-            trainer.test(task, datamodule=data, verbose=False)
+        with stop.deferred():
+            trainer.fit(task, datamodule=data, ckpt_path=job.checkpoint)
+            values.update(trainer.callback_metrics)  # the test starts from none
+            tested = is_overridden("test_step", task) and is_overridden("test_dataloader", data)
+            if tested and not config.trainer.fast_dev_run:
+                trainer.test(task, datamodule=data, verbose=False)
+            _wait_for_checkpoints(trainer)
         exit_code, status = 0, "completed"
+    except Preempted as preempted:
+        exit_code, status = PREEMPTED, "preempted"
+        if rank == 0:
+            print(f"\n{preempted}", flush=True)
     except MisconfigurationException as error:
         raise ConfigError(f"Lightning refuses: {' '.join(str(error).split())}") from error
     except RuntimeError as error:
@@ -87,6 +107,9 @@ def run_job(job: Job) -> dict[str, Any]:
         if trainer is not None and exit_code == 0:
             values.update(trainer.callback_metrics)
         elif trainer is not None:
+            if exit_code == 1:
+                with contextlib.suppress(Exception):  # there is an error to tell of already
+                    _wait_for_checkpoints(trainer, seconds=SAVING_SECONDS)
             # Plain numbers that are there: peers may be gone, and the device may be broken.
             for logger in trainer.loggers:
                 values.update(logger.last if isinstance(logger, JsonlLogger) else {})
@@ -102,11 +125,29 @@ def run_job(job: Job) -> dict[str, Any]:
             for logger in [] if trainer is None else trainer.loggers:
                 if isinstance(logger, WandbTracker):
                     logger.finish(exit_code)
-        if dist.is_available() and dist.is_initialized() and exit_code == 0:
+        if dist.is_available() and dist.is_initialized() and exit_code in (0, PREEMPTED):
             dist.destroy_process_group()
     if rank == 0:
         show_end(job, result)
     return result
+
+
+def _cut_metrics(job: Job, trainer: pl.Trainer) -> None:
+    """Leave in the metrics file what was there when the checkpoint was made: the rest comes again."""
+    if not trainer.is_global_zero:
+        return
+    own = job.checkpoint is not None and job.checkpoint != job.parent
+    size = read_state(job.checkpoint).get("metrics_bytes", 0) if own and job.checkpoint else 0
+    for logger in trainer.loggers:
+        if isinstance(logger, JsonlLogger):
+            logger.cut(int(size))
+
+
+def _wait_for_checkpoints(trainer: pl.Trainer, *, seconds: float | None = None) -> None:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, SaveCheckpoints):
+            callback.wait(seconds)
 
 
 def _share_cores(resolved: Resolved) -> None:
@@ -167,7 +208,19 @@ class _RunFolder:
             for rank in range(world.size)
         ]
         self.record = collect(command=self.job.command, seed=self.resolved.config.seed, ranks=ranks)
+        if self.job.parent is not None:
+            self.record["parent"] = without_secrets(self.job.parent)
+        if self.job.resumed:
+            self.record["attempts"] = self._earlier_attempts()
         write_json(self.folder / "provenance.json", self.record)
+
+    def _earlier_attempts(self) -> list[Any]:
+        """The records of this run before it was resumed, the first one first."""
+        try:
+            last = json.loads((self.folder / "provenance.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        return [*last.pop("attempts", []), last]
 
     def finish(self, result: dict[str, Any], *, hosts: Sequence[str] = ()) -> None:
         """``result.json``; a value that is no number of JSON's is null. ``hosts`` are those of the ranks, in order."""

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.store import checkpoints_of
+from shardwise.errors import ConfigError
 from shardwise.job import Job, config_dir
 from shardwise.parallel.blocks import repeated_blocks
 from shardwise.provenance import without_secrets
@@ -105,7 +108,7 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
     print(f"run folder: {job.run_folder}")
     if not job.in_sweep:
         print("next:")
-        for line in next_commands(job):
+        for line in next_commands(job, status=result["status"]):
             print(f"  {line}")
 
 
@@ -128,20 +131,38 @@ def start_command(job: Job) -> str:
     return start if own is None else f"{start} --config-dir {shlex.quote(own)}"
 
 
-def next_commands(job: Job) -> list[str]:
-    """Three commands that make sense after this run."""
+def next_commands(job: Job, *, status: str = "completed") -> list[str]:
+    """Commands that make sense after this run; to resume it first, where it has not come to its end."""
     start = start_command(job)
     changed = ("strategy", "trainer.devices", "seed", "batch.global_size", "lr_scaling")
     ends = tuple(f"{key}{end}" for key in changed for end in "=.")
     typed = [override for override in job.overrides if not override.lstrip("+").startswith(ends)]
     same = " ".join([start, *map(shlex.quote, without_secrets(typed))])
     other = "ddp" if job.config["strategy"]["name"] == "fsdp" else "fsdp"
-    plugins = f" plugins=[{','.join(job.config['plugins'])}]" if job.config["plugins"] else ""
+    resume = None if status == "completed" else resume_command(job)
     return [
+        *([resume] if resume else []),
         f"{same} strategy={other} trainer.devices=2",
         f"{same} -m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=64",
-        f"{start} rerun={shlex.quote(job.run_folder)}{plugins}",
+        f"{start} rerun={shlex.quote(job.run_folder)}{_plugins(job)}",
     ]
+
+
+def resume_command(job: Job) -> str | None:
+    """What continues this run, or None where it has left no checkpoint (or is a job that trains nothing)."""
+    if job.action != "train":
+        return None
+    try:
+        if not checkpoints_of(Path(job.run_folder)).names():
+            return None
+    except (ConfigError, OSError):
+        return None
+    return f"{start_command(job)} resume={shlex.quote(job.run_folder)}{_plugins(job)}"
+
+
+def _plugins(job: Job) -> str:
+    """The word that no folder is believed, so that it has to be typed again."""
+    return f" plugins=[{','.join(job.config['plugins'])}]" if job.config["plugins"] else ""
 
 
 def brings_optimizer(module: nn.Module) -> bool:

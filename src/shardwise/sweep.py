@@ -1,7 +1,9 @@
 """The jobs of ``-m``: composed one after the other by the parent, which never trains, and run in fresh processes."""
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.job import Job, with_folder, write_json
 from shardwise.launch import RanksFailedError, how_it_ended, launch
 from shardwise.provenance import without_secrets
-from shardwise.signals import GRACE_SECONDS, die_with_parent, unwind_on_signals
+from shardwise.signals import GRACE_SECONDS, PREEMPTED, Stop, die_with_parent, owned_signals
 from shardwise.worker import first_failure
 
 
@@ -27,7 +29,7 @@ class Outcome:
 
     job: Job
     status: str
-    """completed, failed or skipped."""
+    """completed, preempted, failed or skipped."""
     message: str = ""
     result: dict[str, Any] | None = None
 
@@ -42,19 +44,22 @@ def run_jobs(jobs: Sequence[Job], *, folder: Path, on_failure: str) -> list[Outc
 
     Raises:
         SweepFailedError: a job failed.
+        SystemExit: a signal has ended the sweep at once, or (status 75) a job was asked to save and has.
     """
     outcomes: list[Outcome] = []
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with unwind_on_signals():
+        with owned_signals(console=True, grace=3 * GRACE_SECONDS) as stop, stop.deferred():
             for number, job in enumerate(jobs):
                 name = f"job {number + 1}/{len(jobs)}"
+                if stop.requested is not None or (outcomes and outcomes[-1].status == "preempted"):
+                    break
                 if outcomes and outcomes[-1].status != "completed" and on_failure == "stop":
                     outcomes.append(Outcome(job, "skipped", "a job before it failed"))
                     continue
                 print(f"\n{name}: {' '.join(_overrides(job))}", flush=True)
                 outcomes.append(Outcome(job, "failed", "interrupted"))  # until it has ended otherwise
-                outcomes[-1] = _run(job)
+                outcomes[-1] = _run(job, stop)
                 if outcomes[-1].status == "failed":
                     print(f"{name} failed: {outcomes[-1].message}", file=sys.stderr, flush=True)
                 write_json(folder / "jobs.json", [_row(outcome) for outcome in outcomes])
@@ -62,26 +67,31 @@ def run_jobs(jobs: Sequence[Job], *, folder: Path, on_failure: str) -> list[Outc
         outcomes += [Outcome(job, "skipped", "interrupted") for job in jobs[len(outcomes) :]]
         write_json(folder / "jobs.json", [_row(outcome) for outcome in outcomes])
     _show(outcomes, folder)
+    if any(outcome.status == "preempted" for outcome in outcomes):
+        raise SystemExit(PREEMPTED)
+    if stop.requested is not None and len(outcomes) > 0 and outcomes[-1].status == "skipped":
+        raise SystemExit(128 + stop.signal)  # between two jobs
     broken = [outcome for outcome in outcomes if outcome.status != "completed"]
     if broken:
         raise SweepFailedError(f"{len(broken)} of {len(jobs)} jobs did not complete; see {folder / 'jobs.json'}")
     return outcomes
 
 
-def _run(job: Job) -> Outcome:
+def _run(job: Job, stop: Stop) -> Outcome:
     try:
         job = with_folder(job)
     except ConfigError as error:
         return Outcome(job, "failed", str(error))
-    return _run_ranks(job) if job.world["launch"] == "local" else _run_apart(job)
+    return _run_ranks(job, stop) if job.world["launch"] == "local" else _run_apart(job, stop)
 
 
-def _run_ranks(job: Job) -> Outcome:
+def _run_ranks(job: Job, stop: Stop) -> Outcome:
     """A job of several processes: all of them are fresh, and the parent is no more than their agent."""
     try:
-        return Outcome(job, "completed", result=launch(job))
+        result = launch(job, stop)
     except (ConfigError, RanksFailedError) as error:
         return Outcome(job, "failed", _with_log(job, str(error)))
+    return Outcome(job, result["status"], result=result)
 
 
 def _with_log(job: Job, message: str) -> str:
@@ -91,27 +101,38 @@ def _with_log(job: Job, message: str) -> str:
     return message if log in message else f"{message}; its log: {log}"
 
 
-def _run_apart(job: Job) -> Outcome:
+def _run_apart(job: Job, stop: Stop) -> Outcome:
     """A job of one process, in a fresh one."""
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_job_process, args=(job.dumps(), writer), name=f"job {job.run_id}")
-    process.start()
-    writer.close()
+
+    def send(one: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid or 0, one)
+
     try:
-        answer = reader.recv()
+        with stop.deferred(lambda one: send(signal.SIGUSR1) if process.pid else None):
+            process.start()
+            writer.close()
+            if stop.requested is not None:  # while it was being started
+                send(signal.SIGUSR1)
+            answer = reader.recv()
     except EOFError:
         answer = {}
     except BaseException:
-        process.terminate()
-        process.join(GRACE_SECONDS + 3)
-        process.kill()
+        if process.pid:
+            send(signal.SIGQUIT)
+            process.join(GRACE_SECONDS + 3)
+            process.kill()
         raise
     process.join(2 * GRACE_SECONDS)
     process.kill()  # where it hangs in somebody's exit handler: it has said all there is to say
     process.join()
     if "result" in answer:
-        return Outcome(job, "completed", result=answer["result"])
+        return Outcome(job, answer["result"]["status"], result=answer["result"])
+    if not answer and stop.requested is not None and (process.exitcode or 0) > 128:
+        raise SystemExit(128 + stop.signal)  # the request came before training had begun
     message = answer.get("message") or f"the process of the job {how_it_ended(process.exitcode)}"
     return Outcome(job, "failed", _with_log(job, message))
 

@@ -4,21 +4,25 @@ A worker never composes and never reads ``sys.argv``. It dies with whoever start
 """
 
 import contextlib
+import errno
 import json
 import logging
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from signal import Signals
 from typing import Any, TextIO
 
 from shardwise.errors import ConfigError
 from shardwise.job import Job, unwritable
 from shardwise.provenance import without_secrets
-from shardwise.signals import die_with_parent, end_on_signals
+from shardwise.signals import AGAIN_SECONDS, Stop, die_with_parent, owned_signals
 
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """What a terminal reads as a command; a log is read by people."""
@@ -29,25 +33,34 @@ PEER_SECONDS = 2.0
 
 def work(text: str) -> dict[str, Any]:
     """Entry point of a started rank: the job as JSON, and its result as plain values."""
+    import torch.multiprocessing
+
     die_with_parent()
+    # Should the forkserver be killed, the parent takes its workers for ended, and might start others beside them.
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGQUIT)  # type: ignore[attr-defined]
+    # All signals wait until the rank owns them, and again when it is done; the agent's word to end does not.
+    signal.signal(signal.SIGQUIT, lambda signum, frame: os._exit(128 + signum))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGQUIT])
     return obey(Job.loads(text))
 
 
 def obey(job: Job) -> dict[str, Any]:
     """Run a job in this process, which is one of its ranks, and leave a record if it fails.
 
+    Returns what ``result.json`` holds; its status is ``preempted`` where a signal has ended training.
     Under torchrun nobody else tells the user what went wrong: the first rank to fail does, and SystemExit is raised.
     """
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(job.run_folder)
-    with rank_log(folder, rank) as console, end_on_signals():
+    with rank_log(folder, rank) as console, _signals_of_rank(job, rank) as stop:
         try:
             from shardwise.run import run_job
 
-            return run_job(job)
+            return run_job(job, stop)
         except (SystemExit, KeyboardInterrupt):  # ended from outside: no cause of anything
             raise
         except BaseException as error:
+            stop.deferring = False  # nothing is left to be saved
             if lost_peer(error):
                 time.sleep(PEER_SECONDS)  # whoever supervises the ranks ends this one first
             first = _record_failure(folder, rank, error)
@@ -56,6 +69,21 @@ def obey(job: Job) -> dict[str, Any]:
             if first:
                 print(_telling(error), file=console, flush=True)
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def _signals_of_rank(job: Job, rank: int) -> contextlib.AbstractContextManager[Stop]:
+    """Who answers to which signal, on this rank: schedulers signal every process, a terminal its foreground group."""
+    if multiprocessing.parent_process() is not None:
+        # The process that has started this one gets them too, and hands its first on as SIGUSR1.
+        return owned_signals(deaf=(Signals.SIGINT, Signals.SIGHUP))
+    if job.world["launch"] != "torchrun":
+        return owned_signals(console=True)
+    failed = Path(job.run_folder) / "ranks" / "failed"
+    return owned_signals(
+        console=rank == 0,
+        again=10 * AGAIN_SECONDS,  # its agent hands a Ctrl-C on, and a second one ends the agent and us with it
+        now=lambda one: one == Signals.SIGTERM and failed.exists(),  # the agent ends the peers of a rank that failed
+    )
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -75,15 +103,28 @@ class _Tee:
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):  # a full disk: the console still hears of it, and the metrics file stops
             self._log.write(COLOURS.sub("", text))
-        return self._stream.write(text)
+        with _hung_up():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             self._log.flush()
-        self._stream.flush()
+        with _hung_up():
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _hung_up() -> Iterator[None]:
+    """A terminal that is gone takes no more; a run that SIGHUP asks to save goes on to its end."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 @contextlib.contextmanager
@@ -168,6 +209,19 @@ def _telling(error: BaseException) -> str:
 
 def _log_only() -> TextIO:
     return getattr(sys.stderr, "_log", sys.stderr)
+
+
+def set_failures_aside(run_folder: str | os.PathLike[str]) -> None:
+    """Move the records of failures into ``ranks/attempt_<n>/``, so that none is taken for one of the next attempt's."""
+    ranks = Path(run_folder) / "ranks"
+    records = [*ranks.glob("failure_*.json"), *ranks.glob("failed")]
+    with contextlib.suppress(OSError):
+        ranks.mkdir(exist_ok=True)
+        if records:
+            aside = ranks / f"attempt_{len(list(ranks.glob('attempt_*')))}"
+            aside.mkdir()
+            for path in records:
+                path.rename(aside / path.name)
 
 
 def first_failure(run_folder: str | os.PathLike[str]) -> dict[str, Any] | None:

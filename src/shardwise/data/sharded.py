@@ -14,7 +14,7 @@ from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from shardwise.data.order import epoch_permutation
+from shardwise.data.order import epoch_permutation, step_after
 from shardwise.data.seeded import seeded
 from shardwise.data.stream import how_samples_are_made, shard_eval_loader, shard_train_loader
 from shardwise.errors import ConfigError
@@ -117,10 +117,21 @@ class ShardedDataModule(LightningDataModule):
         self.inner.on_exception(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
+        """The position in the stream, which means the same for every data-parallel size, and ``inner``'s own state."""
+        trainer: Any = self.trainer
+        position = self.samples_seen if trainer is None else self._position(trainer)()
+        return {"samples_seen": position, "global_size": self.global_size, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
+        """Go on after the samples that were seen.
+
+        Raises:
+            ConfigError: that is not at a border of global batches of the present size.
+        """
+        step_after(state_dict["samples_seen"], global_size=self.global_size)
+        self.samples_seen = state_dict["samples_seen"]
+        self._start = None
+        self.inner.load_state_dict(state_dict["inner"])
 
     def train_dataloader(self) -> DataLoader:
         loader = self._inner_train_loader()

@@ -32,21 +32,15 @@ from shardwise.parallel.layout import Layout, lay_out
 from shardwise.parallel.local_tensors import Leaves, partial_parameters, sum_partial_gradients
 from shardwise.parallel.plan import Plan
 from shardwise.parallel.replicas import check_replicas
-from shardwise.parallel.state import (
-    load_sharded_optimizer_state,
-    load_whole_model_state,
-    named_optimizer_state,
-    whole_model_state,
-)
 from shardwise.seeds import stable_seed
+from shardwise.strategies.checkpoints import MeshCheckpoints
 from shardwise.strategies.logged import LoggedOnStep, log_over_ranks, reduce_metrics_over
 from shardwise.strategies.micro_batches import batch_samples, check_same_batch, split_batch
 from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
-from shardwise.strategies.process import MeshProcess
 from shardwise.strategies.step import Step
 
 
-class MeshStrategy(MeshProcess):
+class MeshStrategy(MeshCheckpoints):
     """Data parallelism, replicated or sharded, and tensor parallelism, in any combination, on one device mesh.
 
     Args:
@@ -151,8 +145,9 @@ class MeshStrategy(MeshProcess):
             self._counts_late = False
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            self.remember_groups()
             # Initial weights are drawn from generators of their own; from here on each share of the data has its noise.
-            _seed_noise(stable_seed(self.seed, "noise", self.dp_rank))
+            self.seed_noise(stable_seed(self.seed, "noise", self.dp_rank))
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -222,6 +217,16 @@ class MeshStrategy(MeshProcess):
             gradient_as_bucket_view=True,
             **options,
         )
+
+    def seed_noise(self, seed: int) -> None:
+        """Seed what a LightningModule may draw from in training: torch (every device), numpy and ``random``."""
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.continue_training()
 
     def model_to_device(self) -> None:
         """Nothing: parameters are created where they belong."""
@@ -373,7 +378,7 @@ class MeshStrategy(MeshProcess):
 
     on_validation_end = on_test_end = on_predict_end = _reshard
 
-    # ---- precision and checkpoints --------------------------------------------------------------------------------
+    # ---- precision, and the end --------------------------------------------------------------------------------
 
     @property
     def reduction_dtype(self) -> torch.dtype | None:
@@ -394,40 +399,6 @@ class MeshStrategy(MeshProcess):
         if precision_plugin is not None:
             self._precision_name = str(precision_plugin.precision)
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: only then do parameters have memory, and none is drawn any more."""
-        return True
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Without running code out of the file, unless ``weights_only=False`` is typed."""
-        return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model; where parameters are sharded, on rank 0's CPU, empty elsewhere, and a collective."""
-        assert self.lightning_module is not None
-        return whole_model_state(self.lightning_module) if self.holds_parts else self.lightning_module.state_dict()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self.holds_parts:
-            load_whole_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
-        else:
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return named_optimizer_state(self.lightning_module, optimizer, sharded=self.holds_parts)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        if not self.holds_parts:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_sharded_optimizer_state(self.lightning_module, optimizer, state)
-
     def on_exception(self, exception: BaseException) -> None:
         if "Expected to have finished reduction in the prior iteration" in str(exception):
             fix = "a parameter has no part in the loss: strategy.find_unused_parameters=true, or freeze it"
@@ -447,13 +418,6 @@ class MeshStrategy(MeshProcess):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _seed_noise(seed: int) -> None:
-    """Seed what a LightningModule may draw from in training: torch (every device), numpy and ``random``."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def _check_contract(module: LightningModule, trainer: Trainer) -> None:

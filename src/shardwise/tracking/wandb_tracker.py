@@ -1,126 +1,29 @@
-"""Loggers of ours: the metrics file of every run, and Weights & Biases.
-
-They follow Lightning's Logger interface. Only global rank 0 writes. TensorBoard and CSV are Lightning's own loggers.
-"""
+"""A run on Weights & Biases."""
 
 import argparse
 import contextlib
-import errno
-import json
 import logging
-import math
 import os
 import re
 import secrets
 import shutil
-import socket
-import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pytorch_lightning.loggers.logger import DummyExperiment, Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from shardwise.errors import ConfigError
 from shardwise.provenance import without_secrets
+from shardwise.tracking.jsonl import read_lines
+from shardwise.tracking.repeats import Repeats, rows_there
+from shardwise.tracking.transaction_log import TransactionLog, earlier_logs, mend
+from shardwise.tracking.wandb_service import forget_failed_run, is_logged_in, set_up, why_unreachable
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(__package__)
 
 MODES = ("auto", "online", "offline", "disabled")
-RESERVED = ("step", "time", "nonfinite")
-PROBE_TIMEOUT = 5.0  # seconds to wait for the service's port to answer, before its client tries for init_timeout
-
-
-class MetricsFileError(ConfigError, OSError):
-    """The metrics file cannot be written: a full disk, a read-only folder, no folder. One line, as of ConfigError."""
-
-
-class JsonlLogger(Logger):
-    """One line of JSON per logging call, in the file that belongs to every run whatever other logger is chosen.
-
-    A line is {"step": optimizer steps done, "time": Unix seconds, "<metric>": number, ...}. The step is what the caller
-    passes; a step can have several lines, one per call. JSON has no NaN and no infinity: such a value is null, and the
-    metric's name stands in the list under "nonfinite". Each line is flushed when the call returns.
-
-    Args:
-        path: the file, in a folder that exists. New lines come after old ones.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__()
-        self.path = Path(path).absolute()
-        self.last: dict[str, float] = {}
-        """The last value of every metric that was logged, as a plain number."""
-        self._last_step = 0
-
-    @property
-    def name(self) -> str:
-        return ""
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @property
-    def save_dir(self) -> str:
-        return str(self.path.parent)
-
-    log_dir = save_dir
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a line. A call without a step counts for the last one that came.
-
-        Raises:
-            ConfigError: a metric that is not one number, or has a name of the line's own.
-            MetricsFileError: the line cannot be written; nothing of it stays in the file.
-        """
-        self._last_step = self._last_step if step is None else int(step)
-        line: dict[str, Any] = {"step": self._last_step, "time": round(time.time(), 3)}
-        nonfinite = []
-        for name, value in metrics.items():
-            if name in RESERVED:
-                raise ConfigError(
-                    f"metric {name!r} has a name that {self.path.name} uses itself: log it as 'my/{name}'"
-                )
-            self.last[name] = number = _number(name, value)
-            if math.isfinite(number):
-                line[name] = number
-            else:
-                line[name] = None
-                nonfinite.append(name)
-        if nonfinite:
-            line["nonfinite"] = nonfinite
-        self._append(json.dumps(line, allow_nan=False).encode() + b"\n")
-
-    @rank_zero_only
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the run folder's config.yaml has them."""
-
-    def _append(self, data: bytes) -> None:
-        # Opened for each line: no buffer to lose when the process is killed, and no handle to a file that was cut back.
-        try:
-            with self.path.open("ab", buffering=0) as file:
-                before = file.seek(0, os.SEEK_END)
-                try:
-                    written = file.write(data)
-                    while written < len(data):
-                        written += file.write(data[written:])
-                except OSError:
-                    with contextlib.suppress(OSError):
-                        file.truncate(before)
-                    raise
-        except OSError as error:
-            reason = error.strerror or str(error)
-            fix = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-            raised = MetricsFileError(
-                f"cannot write metrics to {self.path} ({reason}): {fix} or choose another folder with output_root=..."
-            )
-            raised.errno = error.errno
-            raise raised from error
 
 
 class WandbTracker(Logger):
@@ -133,6 +36,10 @@ class WandbTracker(Logger):
       the run folder; a client that breaks means that tracking ends. Each is said in one line, and training goes on.
     - Whoever owns the run calls finish(exit_code) at its end. Lightning's finalize does not, because it comes after
       every fit and test.
+    - A run that is resumed keeps its id, and each of its points arrives once: what W&B has is not logged again, and
+      what it lost when the run was killed is logged from <save_dir>/metrics.jsonl, which has the same calls line by
+      line and has to be cut back to the checkpoint before this tracker is used. Points that were logged past it,
+      through `experiment`, are not watched.
 
     Args:
         project, entity, group, name, tags: as in wandb.init. name is run_id by default; without an entity, the user's.
@@ -140,6 +47,7 @@ class WandbTracker(Logger):
             configured host, else offline. Nothing ever asks on the terminal.
         save_dir: the run folder; everything of wandb goes to <save_dir>/wandb.
         run_id: the id on the service, a new one by default.
+        resume: whether the run has been here before, in the same save_dir.
         config: the resolved configuration, with the derived values in it.
         init_timeout: seconds that the service has to accept the run.
         finish_timeout: seconds that the last uploads may take at the end.
@@ -157,6 +65,7 @@ class WandbTracker(Logger):
         tags: Sequence[str] = (),
         save_dir: str | os.PathLike[str] | None = None,
         run_id: str | None = None,
+        resume: bool = False,
         config: Mapping[str, Any] | None = None,
         init_timeout: float = 15.0,
         finish_timeout: float = 30.0,
@@ -174,6 +83,9 @@ class WandbTracker(Logger):
         self._mode = mode
         self._save_dir = None if save_dir is None else Path(save_dir).absolute()
         self._id = None if run_id is None else re.sub(r"[/\\#?%:]", "-", run_id)
+        self._resume = resume
+        self._repeats: Repeats | None = None
+        self._last_step = 0
         self._config = plain_config(config or {})
         self._settings = {
             "console": "off",
@@ -225,10 +137,13 @@ class WandbTracker(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """One row of the run's history. A call without a step counts for the last one that came."""
         run = self.experiment
+        self._last_step = self._last_step if step is None else int(step)
+        if self._repeats is not None and self._repeats.take(self._last_step, metrics):
+            return
         values = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-        if step is not None:
-            values["step"] = int(step)
+        values["step"] = self._last_step
         try:
             run.log(values)
         except Exception as error:
@@ -273,16 +188,18 @@ class WandbTracker(Logger):
     def _start(self) -> Any:
         if self._save_dir is None:
             raise ConfigError("WandbTracker has no save_dir: give it the run folder, such as save_dir=outputs/my-run")
-        service_settings = _wandb_setup()
+        service_settings = set_up()
         self._id = self._id or service_settings.run_id or secrets.token_hex(4)
         url = without_secrets(service_settings.base_url)
+
+        earlier = self._earlier() if self._resume else []
 
         mode, reason = self._resolved_mode(service_settings)
         problem = None
         if mode == "online":
-            if not _is_logged_in(service_settings):
+            if not is_logged_in(service_settings):
                 problem = f"W&B: {reason}, but nobody is logged in at {url} (wandb login, or WANDB_API_KEY)"
-            elif unreachable := _unreachable(service_settings):
+            elif unreachable := why_unreachable(service_settings):
                 problem = f"W&B at {url} is not reachable ({unreachable})"
             else:
                 present = set(self._save_dir.glob("wandb/run-*"))
@@ -290,7 +207,7 @@ class WandbTracker(Logger):
                     run = self._wandb_init(mode)
                 except Exception as error:
                     problem = f"W&B at {url} did not accept the run ({_one_line(error)})"
-                    _forget_failed_run()
+                    forget_failed_run()
                     for abandoned in set(self._save_dir.glob("wandb/run-*")) - present:
                         shutil.rmtree(abandoned, ignore_errors=True)
             mode = "offline" if problem else mode
@@ -299,13 +216,53 @@ class WandbTracker(Logger):
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         self._run = run
+        # In the order in which they have to be uploaded, which the client keeps to only within one command.
+        waiting = [found.path.parent for found in earlier if found.waits]
+        waiting += [self._folder()] if mode == "offline" else []
+        upload = f"upload later with: wandb sync {' '.join(map(str, waiting))}"
         if problem:
-            log.warning("%s: this run continues offline; upload later with: wandb sync %s", problem, self._folder())
+            log.warning("%s: this run continues offline; %s", problem, upload)
         elif mode == "online":
-            log.info("W&B: %s", run.url)
+            log.info("W&B: %s%s", run.url, f"; earlier points wait in the run folder, {upload}" if waiting else "")
         elif mode == "offline":
-            log.info("W&B: offline (%s); upload later with: wandb sync %s", reason, self._folder())
+            log.info("W&B: offline (%s); %s", reason, upload)
+        if self._resume and mode != "disabled":
+            self._continue(run, earlier, online=mode == "online")
         return run
+
+    def _earlier(self) -> list[TransactionLog]:
+        """What earlier processes of this run left in its folder, mended so that it can be uploaded."""
+        assert self._save_dir is not None
+        assert self._id is not None
+        try:
+            found = earlier_logs(self._save_dir / "wandb", self._id)
+            mended = [str(each.path) for each in found if mend(each)]
+        except OSError as error:
+            log.warning("W&B: %s: points since the checkpoint may come twice", error)
+            return []
+        if mended:
+            log.info("W&B: cut off the torn end that a killed process left, kept as *.torn: %s", ", ".join(mended))
+        return found
+
+    def _continue(self, run: Any, earlier: Sequence[TransactionLog], *, online: bool) -> None:
+        """Log what W&B lost of the lines that stay, and remember what it has of those that will come again."""
+        assert self._save_dir is not None
+        lines = list(read_lines(self._save_dir / "metrics.jsonl"))
+        self._last_step = lines[-1][0] if lines else 0
+        starting_step = (run.starting_step if run.resumed else 0) if online else None
+        self._repeats = Repeats(rows_there(earlier, starting_step=starting_step))
+        missing = [line for line in lines if not self._repeats.take(line[0], line[1])]
+        known = bool(earlier) if starting_step is None else sum(len(each.rows) for each in earlier) >= starting_step
+        if not known:
+            if missing:
+                log.warning(
+                    "W&B: the run folder does not show which points of this run have been logged: those since step %d "
+                    "may come twice",
+                    self._last_step,
+                )
+            return
+        for step, metrics, when in missing:
+            run.log({**metrics, "step": step, "_timestamp": when})
 
     def _wandb_init(self, mode: str) -> Any:
         import wandb
@@ -315,6 +272,8 @@ class WandbTracker(Logger):
             id=self._id,
             dir=str(self._save_dir),
             mode=mode,  # type: ignore[arg-type]
+            # Offline, it lets the upload go on with W&B's own number of the row, whatever has arrived before it.
+            resume="allow" if self._resume or mode == "offline" else None,
             config=self._config,
             reinit="finish_previous",  # the default hands back an unfinished run of another training in this process
             settings=wandb.Settings(**self._settings),
@@ -327,7 +286,7 @@ class WandbTracker(Logger):
         if "mode" in service_settings.model_fields_set:
             mode = {"run": "online", "dryrun": "offline"}.get(service_settings.mode, service_settings.mode)
             return mode, f"WANDB_MODE={service_settings.mode}, or so in wandb's settings"
-        if _is_logged_in(service_settings):
+        if is_logged_in(service_settings):
             return "online", "logged in"
         return "offline", "not logged in"
 
@@ -344,25 +303,6 @@ class WandbTracker(Logger):
         # The client's own hook at exit would raise again on a service process that is gone.
         with contextlib.suppress(Exception, SystemExit):
             wandb.teardown()
-
-
-def _wandb_setup() -> Any:
-    """Start the client, silent but for its warnings, without a run. Returns the settings it found."""
-    import wandb
-
-    logging.getLogger("wandb").propagate = False  # its log is debug.log in the run's folder, not the user's console
-    settings = wandb.setup(wandb.Settings(show_info=False, show_errors=False)).settings
-    wandb.termsetup(settings, None)  # setup does so only the first time in a process
-    return settings
-
-
-def _forget_failed_run() -> None:
-    """Restart the client's service process, which would otherwise call the id of a run that failed to start in use."""
-    import wandb
-
-    with contextlib.suppress(Exception, SystemExit):
-        wandb.teardown()
-    _wandb_setup()
 
 
 def plain_config(params: Any) -> dict[str, Any]:
@@ -382,42 +322,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _number(name: str, value: Any) -> float:
-    """An int stays one; everything else with a single value becomes a float."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"metric {name!r} is a {type(value).__name__}, not one number: log a scalar") from error
-
-
-def _is_logged_in(service_settings: Any) -> bool:
-    """Whether the environment, netrc or wandb's settings hold a key for the configured host. Asks nobody."""
-    from wandb.sdk.lib import wbauth
-
-    credentials = wbauth.authenticate_session(
-        host=service_settings.base_url, source="shardwise", prompt=False, update_session=False
-    )
-    return credentials is not None
-
-
-def _unreachable(service_settings: Any) -> str | None:
-    """Why no connection to the service can be made, or to the proxy on the way; None if one can."""
-    if service_settings.http_proxy or service_settings.https_proxy:
-        return None
-    target = urlsplit(service_settings.base_url)
-    proxy = urllib.request.getproxies().get(target.scheme)
-    if proxy and target.hostname and not urllib.request.proxy_bypass(target.hostname):
-        target = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    address = (target.hostname or "", target.port or (443 if target.scheme == "https" else 80))
-    try:
-        socket.create_connection(address, timeout=PROBE_TIMEOUT).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def _one_line(error: BaseException) -> str:

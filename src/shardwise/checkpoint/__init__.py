@@ -1,0 +1,1 @@
+"""Checkpoints: one format for every layout, published whole or not at all."""

@@ -1,0 +1,125 @@
+"""The checkpoint that a text names: a checkpoint's folder, ``last`` or ``best``, a folder of them, or a run folder."""
+
+import contextlib
+import os
+from typing import NamedTuple
+
+from shardwise.checkpoint.filesystems import LocalFolder, ObjectFolder, open_folder, reason
+from shardwise.checkpoint.manifest import MANIFEST, NEWER, printable, split_name
+from shardwise.checkpoint.store import Store, checkpoints_of
+from shardwise.errors import ConfigError
+
+POINTERS = ("last", "best")
+_HOLDS = f"a checkpoint holds {MANIFEST}, a run folder config.yaml and checkpoints/"
+
+
+class Found(NamedTuple):
+    """A whole checkpoint."""
+
+    store: Store
+    name: str
+    skipped: dict[str, list[str]]
+    """Newer ones that are not whole, and what is wrong with each; empty where one was named."""
+
+    @property
+    def url(self) -> str:
+        """Where it lies."""
+        return self.store.url_of(self.name)
+
+    def notes(self) -> list[str]:
+        """A line for each that was skipped."""
+        return [
+            f"{name} is damaged or incomplete: {in_short(problems)}; {self.name} is used"
+            for name, problems in self.skipped.items()
+        ]
+
+
+def find_checkpoint(text: str, *, contents: bool = True) -> Found:
+    """The whole checkpoint that ``text`` names; of a run folder or a folder of checkpoints, the newest whole one.
+
+    Args:
+        contents: whether every file's checksum is compared; sizes are in any case.
+
+    Raises:
+        ConfigError: there is nothing, nothing of the kind, nothing whole, a newer format, or no permission.
+    """
+    store, name = locate(text)
+    shown = printable(text)
+    if name is not None:
+        problems = store.problems(name, contents=contents)
+        if not problems:
+            return Found(store, name, {})
+        if NEWER in problems[0]:
+            raise ConfigError(f"{shown} {problems[0].partition(': ')[2]}: install a newer shardwise")
+        whole, _ = store.newest_whole(contents=contents)
+        instead = (
+            f"the newest whole one here is {printable(store.url_of(whole))}" if whole else "no other here is whole"
+        )
+        raise ConfigError(f"{shown} is damaged or incomplete: {in_short(problems)}; {instead}")
+    name, skipped = store.newest_whole(contents=contents)
+    for newer, problems in skipped.items():
+        if NEWER in problems[0]:  # it is not damaged: going back behind it would lose it
+            older = f", or type an older checkpoint, such as {printable(store.url_of(name))}" if name else ""
+            raise ConfigError(f"{newer} in {shown} {problems[0].partition(': ')[2]}: install a newer shardwise{older}")
+    if name is not None:
+        return Found(store, name, skipped)
+    if not skipped:
+        raise ConfigError(f"{shown} has no checkpoint yet: {printable(store.url)} holds none")
+    newest, problems = next(iter(skipped.items()))
+    more = f", and nor is any of {len(skipped) - 1} older" if len(skipped) > 1 else ""
+    raise ConfigError(
+        f"{shown} has no whole checkpoint: {newest} is damaged or incomplete ({in_short(problems)}){more}"
+    )
+
+
+def locate(text: str) -> tuple[Store, str | None]:
+    """Where ``text`` leads: a checkpoint, whole or not, or None for the newest whole one of the store.
+
+    Raises:
+        ConfigError: there is nothing, nothing of the kind, or no permission to look.
+    """
+    shown = printable(text)
+    folder = open_folder(text)
+    try:
+        return _locate(folder, shown)
+    except ConfigError:
+        raise
+    except Exception as error:  # object stores have errors of their own
+        if isinstance(folder, LocalFolder) and not isinstance(error, OSError):
+            raise
+        fix = "ask its owner, or type another" if isinstance(error, PermissionError) else "type another"
+        raise ConfigError(f"{shown} cannot be read ({reason(error)}): {fix}") from error
+
+
+def _locate(folder: LocalFolder | ObjectFolder, shown: str) -> tuple[Store, str | None]:
+    parent, _, name = folder.url.rstrip("/").rpartition("/")
+    if isinstance(folder, LocalFolder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(folder.path)  # whether there is permission to look, which is_folder does not tell
+    if not folder.is_folder():
+        if name in POINTERS:
+            store = Store(parent or "/")
+            target = store.last() if name == "last" else store.best()
+            if target is not None:
+                return store, target
+            there = ", ".join(store.names()[-3:]) or "none"
+            raise ConfigError(
+                f"{shown} names no checkpoint that is there; checkpoints in {printable(store.url)}: {there}"
+            )
+        if folder.is_file():
+            raise ConfigError(f"{shown} is a file: type the folder of a checkpoint or of a run ({_HOLDS})")
+        raise ConfigError(f"{shown}: no such folder; type the folder of a checkpoint or of a run ({_HOLDS})")
+    inside = folder.folders()
+    if split_name(name) is not None or folder.is_file(MANIFEST):
+        return Store(parent or "/"), name
+    if any(split_name(one) is not None for one in inside):
+        return Store(folder.url), None
+    if folder.is_file("config.yaml") or "checkpoints" in inside:
+        return checkpoints_of(folder.url), None
+    raise ConfigError(f"{shown} is no checkpoint and no run folder: {_HOLDS}")
+
+
+def in_short(problems: list[str]) -> str:
+    """The first few problems of a checkpoint in one line."""
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return "; ".join(problems[:3]) + more

@@ -1,0 +1,271 @@
+"""When a run is saved, and that all ranks stop together: a Lightning callback."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from shardwise.checkpoint.capture import capture
+from shardwise.checkpoint.manifest import FORMAT_VERSION, step_name, step_of
+from shardwise.checkpoint.retention import best_first, retained
+from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.writer import Writer
+
+GO_ON, SAVE, STOP = 0, 1, 2
+"""What a rank wishes for at the end of a step; the largest wish of all ranks is what happens."""
+
+WRITING_HOURS = 2.0
+"""Limit of a collective while a checkpoint is written, in which the slowest rank is waited for."""
+
+
+class Preempted(Exception):
+    """Training has been asked to end, and has saved what it is."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"ended by {reason} after a checkpoint")
+        self.reason = reason
+
+
+class NoStop:
+    """Nobody asks this training to end."""
+
+    requested: str | None = None
+
+
+class SaveCheckpoints(Callback):
+    """Saves the whole state of a run, and ends it when asked to, on all ranks at the same step.
+
+    A checkpoint is of a finished step with all that belongs to it, validation and the end of an epoch included. Each
+    step the ranks tell one another what they wish for; the answer is read a step later, so nobody waits for it.
+
+    Args:
+        folder: path or URL for the checkpoints of this run.
+        every_n_steps: optimizer steps between two checkpoints; None for none.
+        every_minutes: minutes between two checkpoints; None for none.
+        at_end: save when training ends.
+        background: let training go on while a copy is written.
+        keep_last: newest ones that are kept; None keeps all.
+        keep_every_n_steps: those of every n-th step are kept besides.
+        keep_best: so many with the best values of ``monitor`` are kept besides.
+        monitor: name of a metric.
+        mode: ``min`` or ``max``.
+        facts: plain values for ``state.json`` (what the run is), called when a checkpoint is made.
+        manifest: plain values for the manifest.
+        stop: its ``requested`` says who asks for the end, or None.
+        time_limit: Unix time at which to save and end; None for none.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        every_n_steps: int | None = None,
+        every_minutes: float | None = None,
+        at_end: bool = True,
+        background: bool = True,
+        keep_last: int | None = 2,
+        keep_every_n_steps: int | None = None,
+        keep_best: int = 0,
+        monitor: str | None = None,
+        mode: str = "min",
+        facts: Callable[[], Mapping[str, Any]] = dict,
+        manifest: Mapping[str, Any] | None = None,
+        stop: Any = None,
+        time_limit: float | None = None,
+    ) -> None:
+        self.folder = folder
+        self.every_n_steps = every_n_steps
+        self.every_minutes = every_minutes
+        self.at_end = at_end
+        self.background = background
+        self.keep_last = keep_last
+        self.keep_every_n_steps = keep_every_n_steps
+        self.keep_best = keep_best
+        self.monitor = monitor
+        self.mode = mode
+        self.facts = facts
+        self.manifest = dict(manifest or {})
+        self.stop = stop or NoStop()
+        self.time_limit = time_limit
+        self.saved_step = 0
+        """Of the last checkpoint that was begun, or from which this run goes on."""
+        self._writer: Writer | None = None
+        self._wish: Wish | None = None
+        self._last_time = 0.0
+        self._trainer: Trainer | None = None
+
+    # ---- the moments ----------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        several = trainer.world_size > 1
+        # Groups of their own: a thread uses the one while training uses the other.
+        writing = dist.new_group(backend="gloo", timeout=timedelta(hours=WRITING_HOURS)) if several else None
+        wishing = dist.new_group(backend="gloo", timeout=timedelta(hours=WRITING_HOURS)) if several else None
+        self._writer = Writer(Store(self.folder), group=writing, background=self.background, published=self._tidy_up)
+        self._wish = Wish(wishing)
+        self.saved_step = trainer.global_step
+        self._last_time = time.monotonic()
+        if self._trainer is not trainer:
+            _after(trainer.fit_loop.epoch_loop, "on_advance_end", lambda: self._step_done(trainer))
+            _after(trainer.fit_loop, "on_advance_end", lambda: self._decide(trainer))
+            self._trainer = trainer
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.saved_step = trainer.global_step  # after a checkpoint was loaded
+
+    def _step_done(self, trainer: Trainer) -> None:
+        if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self._decide(trainer)
+
+    def _decide(self, trainer: Trainer) -> None:
+        """Between two steps: save, end, or go on."""
+        assert self._writer is not None
+        assert self._wish is not None
+        self._writer.check()
+        step = trainer.global_step
+        if trainer.fit_loop.done or (trainer.should_stop and trainer.fit_loop._can_stop_early):
+            return  # on_train_end
+        reason = self._reason_to_stop(trainer)
+        answer = self._wish.exchange(STOP if reason else SAVE if self._is_time(trainer) else GO_ON)
+        if answer == STOP:
+            if self.saved_step != step:
+                self.save(trainer)
+            self._writer.wait()
+            raise Preempted(reason or self._reason_to_stop(trainer) or "another rank's request")
+        due = self.every_n_steps is not None and step % self.every_n_steps == 0
+        if (due or answer == SAVE) and self.saved_step != step:
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._writer is not None
+        assert self._wish is not None
+        self._wish.end()
+        due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
+        if (self.at_end or due) and self.saved_step != trainer.global_step:
+            self.save(trainer)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for what is being written; raises what went wrong with it."""
+        if self._writer is not None:
+            self._writer.wait(seconds)
+
+    # ---- what happens ---------------------------------------------------------------------------------------------
+
+    def save(self, trainer: Trainer) -> None:
+        """Begin a checkpoint of the last step; a collective."""
+        assert self._writer is not None
+        strategy: Any = trainer.strategy
+        step = trainer.global_step
+        pieces, plain = capture(trainer, constructed=strategy.constructed)
+        metrics = _numbers(trainer.callback_metrics)
+        versions = {"torch": torch.__version__, "pytorch-lightning": pl.__version__}
+        mesh = strategy.dims.shape
+        state = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "mesh": mesh,
+            "callback_metrics": metrics,
+            **self.facts(),
+            "trainer": plain,
+        }
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "time": time.time(),
+            "mesh": mesh,
+            "world_size": trainer.world_size,
+            "metrics": metrics,
+            "versions": versions,
+            **self.manifest,
+        }
+        self._writer.save(step_name(step), pieces, state, manifest)
+        self.saved_step, self._last_time = step, time.monotonic()
+
+    def _is_time(self, trainer: Trainer) -> bool:
+        if self.every_minutes is None or not trainer.is_global_zero:
+            return False
+        return time.monotonic() - self._last_time >= 60 * self.every_minutes
+
+    def _reason_to_stop(self, trainer: Trainer) -> str | None:
+        if self.stop.requested:
+            return self.stop.requested
+        if self.time_limit is not None and trainer.is_global_zero and time.time() >= self.time_limit:
+            return "launch.time_limit"
+        return None
+
+    def _tidy_up(self, name: str) -> None:
+        """Remove what need not be kept; on the first rank, whose metrics decide which is best."""
+        assert self._writer is not None
+        store = self._writer.store
+        # Those of later steps are of a run that was taken up again before them; it will come to them.
+        names = [other for other in store.names() if step_of(other) <= step_of(name)]
+        metrics = {other: store.manifest(other).get("metrics", {}).get(self.monitor) for other in names}
+        keep = retained(
+            metrics,
+            keep_last=self.keep_last,
+            keep_every_n_steps=self.keep_every_n_steps,
+            keep_best=self.keep_best,
+            mode=self.mode,
+        )
+        best = best_first(metrics, mode=self.mode)
+        if best:
+            store.set_best(best[0])
+        for other in names:
+            if other not in keep:
+                store.remove(other)
+
+
+class Wish:
+    """One number a rank and step; the largest of all ranks is known a step later, to all at the same step.
+
+    Args:
+        group: gloo, for this alone; None with one process, where nobody has to be asked.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._pending: tuple[Any, Tensor] | None = None
+
+    def exchange(self, mine: int) -> int:
+        """Send this step's wish, and return the largest of the step before. All ranks call it equally often."""
+        if self._group is None:
+            return mine
+        before, self._pending = self._pending, None
+        answer = GO_ON
+        if before is not None:
+            work, value = before
+            work.wait()
+            answer = int(value)
+        value = torch.tensor(mine)
+        self._pending = dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group, async_op=True), value
+        return answer
+
+    def end(self) -> None:
+        """Wait for what is on its way."""
+        if self._pending is not None:
+            self._pending[0].wait()
+            self._pending = None
+
+
+def _after(owner: Any, method: str, then: Callable[[], None]) -> None:
+    """Let ``then`` run whenever ``owner.method`` has returned."""
+    inner = getattr(owner, method)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        then()
+        return result
+
+    setattr(owner, method, both)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    values = {name: float(value) for name, value in metrics.items()}
+    return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -1,0 +1,130 @@
+"""Saving and loading under any layout: Lightning's single files, and the framework's folders."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.capture import (
+    Stored,
+    continue_epoch,
+    follow_schedule,
+    group_values,
+    lightning_checkpoint,
+    load_metric_states,
+    load_model,
+    load_optimizer,
+    rank_state,
+    set_random_state,
+)
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.tensors import stored_tensors
+from shardwise.parallel.state import (
+    load_sharded_optimizer_state,
+    load_whole_model_state,
+    named_optimizer_state,
+    whole_model_state,
+)
+from shardwise.seeds import stable_seed
+from shardwise.strategies.process import MeshProcess
+
+
+@dataclass
+class _Folder:
+    """A checkpoint folder that is being loaded."""
+
+    url: str
+    state: dict[str, Any]
+    """What its ``state.json`` says."""
+    stored: Stored
+
+
+class MeshCheckpoints(MeshProcess):
+    """The part of a strategy that saves and loads.
+
+    ``Trainer.save_checkpoint`` writes Lightning's single file, for which rank 0 gathers everything. A folder (written by
+    ``SaveCheckpoints``) is read by all ranks at once, each its own parts; ``ckpt_path`` takes either.
+    """
+
+    constructed: list[list[dict[str, Any]]]
+    """The values of each optimizer's groups when it was made."""
+    _folder: _Folder | None = None
+    seed: int
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: only then do parameters have memory, and none is drawn any more."""
+        return True
+
+    def remember_groups(self) -> None:
+        """Note what the optimizers were made with, before anything has changed it."""
+        self.constructed = [group_values(optimizer) for optimizer in self.optimizers]
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Without running code out of the file, unless ``weights_only=False`` is typed; of a folder never."""
+        path = str(checkpoint_path)
+        self._folder = None
+        if "://" not in path and not os.path.isdir(path):
+            return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
+        url, state = open_checkpoint(path)
+        self._folder = _Folder(url, state, stored_tensors(url))
+        return lightning_checkpoint(state["trainer"], url, self._folder.stored)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model; where parameters are sharded, on rank 0's CPU, empty elsewhere, and a collective."""
+        assert self.lightning_module is not None
+        return whole_model_state(self.lightning_module) if self.holds_parts else self.lightning_module.state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._folder is not None:
+            load_model(self.lightning_module, self._folder.url, strict=strict)
+        elif self.holds_parts:
+            load_whole_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return named_optimizer_state(self.lightning_module, optimizer, sharded=self.holds_parts)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            if self._folder is not None:
+                load_optimizer(
+                    self.lightning_module,
+                    optimizer,
+                    index,
+                    url=self._folder.url,
+                    saved=state,
+                    now=self.constructed[index],
+                )
+            elif self.holds_parts:
+                load_sharded_optimizer_state(self.lightning_module, optimizer, state)
+        if self._folder is None and not self.holds_parts:
+            super().load_optimizer_state_dict(checkpoint)
+
+    def continue_training(self) -> None:
+        """What is left to be put back when training starts: called after every hook that may draw a random number."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for config in trainer.lr_scheduler_configs:
+            follow_schedule(config.scheduler, optimizer=config.scheduler.optimizer)
+        continue_epoch(trainer)
+        if folder.state["mesh"] == self.dims.shape:
+            set_random_state(rank_state("random", self.global_rank, folder.url, folder.stored))
+            load_metric_states(trainer, rank_state("metrics", self.global_rank, folder.url, folder.stored))
+        else:
+            # Each share of the data has its noise; which share that is has changed.
+            self.seed_noise(stable_seed(self.seed, "noise", self.dp_rank, trainer.global_step))
+
+    def seed_noise(self, seed: int) -> None:
+        """Seed what training draws from."""
+        raise NotImplementedError
