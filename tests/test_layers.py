@@ -16,8 +16,9 @@ LAYERS = (
     {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup"},
     {"parallel", "lr_scaling", "schedules", "resolve"},
     {"models", "data", "optim", "slots"},
-    {"checkpoint", "strategies", "module", "tracking", "provenance", "progress"},
-    {"job", "signals", "rerun", "build", "run", "worker", "launch", "sweep", "summary", "cli", "__main__"},
+    {"checkpoint", "strategies", "module", "tracking", "provenance", "progress", "generation", "predictions"},
+    {"job", "signals", "rerun", "build", "run", "worker", "launch", "sweep", "summary", "cli", "__main__"}
+    | {"actions", "use"},
 )
 """Modules and folders of modules, from the lowest layer up."""
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}

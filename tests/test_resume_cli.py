@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -39,7 +40,7 @@ def checkpoint(store: Store, step: int, *, config: dict[str, Any], overrides: li
         (place / file).write_text(text)
         files[file] = {"bytes": len(text), "xxh3_128": checksum(place / file)}
     told = {"run_id": "then", "strategy": "ddp", "mesh": {}, "world_size": 1, "metrics": {}, "files": files}
-    store.publish(name, {**told, "versions": {"torch": "2.0.0", "python": "3"}})
+    store.publish(name, {**told, "versions": {"torch": "2.0.0", "python": f"{platform.python_version()}+local"}})
     if version != 1:
         path = Path(store.url) / name / "manifest.json"
         plain = {**json.loads(path.read_text()), "format_version": version}
@@ -269,15 +270,20 @@ def test_a_checkpoint_starts_a_new_run_that_names_it(run_folder: Callable[..., P
     assert first.config["model"] == read_yaml(folder / "config.yaml")["model"]
     assert first.overrides == [*TYPED[:-1], "optimizer.lr=0.5"]
     assert first.notes[0] == f"starts from step 10 of {root / 'step_00000010'} (of the run then)"
-    assert any(note.startswith("differs from the run of the checkpoint: torch: 2.0.0 -> ") for note in first.notes)
+    (note,) = (note for note in first.notes if note.startswith("differs from"))
+    assert note.startswith("differs from the run of the checkpoint: torch: 2.0.0 -> ")
+    child = run_folder("child", started="2026-01-03T00:00:00+00:00")
+    record = json.loads((child / "provenance.json").read_text())
+    (child / "provenance.json").write_text(json.dumps({**record, "parent": first.parent}))
+    assert cli.train([f"resume={child}"]) == 0
+    assert (launched[-1].resumed, launched[-1].parent) == (True, first.parent), "it goes on being a child"
     assert listing(folder) == before, "nothing but resume=<run folder> writes into a run's folder"
 
 
 def test_a_checkpoint_of_an_object_store(run_folder: Callable[..., Path], launched: list[Job]) -> None:
-    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
 
-    folder = run_folder(steps=(10,))
-    memory = fsspec.filesystem("memory")
+    folder, memory = run_folder(steps=(10,)), MemoryFileSystem()
     memory.put(str(folder / "checkpoints"), "/bucket/a-run", recursive=True)
     try:
         assert cli.train(["resume=memory://bucket/a-run/step_00000010"]) == 0
@@ -323,6 +329,10 @@ def test_last_passes_over_what_has_nothing_and_says_so(run_folder: Callable[...,
     early = whole.with_name("20260104-000000-dddd")
     (early / "ranks").mkdir(parents=True)
     (whole.with_name("notes")).mkdir()
+    evaluated = run_folder("20260105-000000-eeee", steps=(), status="completed", started="2026-01-05T00:00:00+00:00")
+    (evaluated / "provenance.json").write_text(
+        json.dumps({"action": "eval", "start_time": "2026-01-05T00:00:00+00:00"})
+    )
     assert cli.train(["resume=last"]) == 0
     assert launched[0].run_folder == str(whole)
     (note,) = (note for note in launched[0].notes if note.startswith("newer runs passed over: "))
@@ -330,6 +340,7 @@ def test_last_passes_over_what_has_nothing_and_says_so(run_folder: Callable[...,
         assert f"{folder.name} (" in note
         assert reason in note
     assert "notes" not in note
+    assert evaluated.name not in note
 
 
 def test_last_looks_where_a_new_run_would_go(
@@ -527,7 +538,7 @@ def test_the_record_of_a_run_keeps_its_attempts() -> None:
     assert [one["command"] for one in told["attempts"]] == [[1], [2]]
     assert [one["git"].get("diff") for one in told["attempts"]] == [None, "a"]
     assert "attempts" not in told["attempts"][1]
-    for damaged in (None, [], "x"):
+    for damaged in (None, 5, "x"):
         assert with_attempts(record(1, "a"), damaged) == record(1, "a")
     assert with_attempts(record(1, "a"), {"attempts": 5, "git": 7})["attempts"] == [{"git": 7}]
 

@@ -613,13 +613,14 @@ class Life:
         for logger in (self.lines, self.tracker):
             logger.log_metrics(metrics, step=step)
 
-    def train(self, first, last, *, noise=0.0):
+    def train(self, first, last, *, noise=0.0, pause=0.0):
         """Returns what a checkpoint in the middle of each step, before its validation, says of metrics.jsonl."""
         sizes = {}
         for step in range(first, last + 1):
             self.log({"train/loss": 1 / step + noise, "lr": 0.1}, step)
             sizes[step] = self.lines.size()
             self.validate(step)
+            time.sleep(pause)
         return sizes
 
     def validate(self, step):
@@ -627,21 +628,20 @@ class Life:
             self.log({"val/loss": 2 / step}, step)
 
 
-def killed_life(tmp_path, first, last, *, resume_at=None):
-    """A life in a process of its own that SIGKILL ends, more than a second after its last row; returns its sizes."""
-    program = f"""
-        import json, os, signal, sys, time
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_tracking import Life
-        life = Life({str(tmp_path)!r}, resume_at={resume_at}, mode="offline")
-        print(json.dumps(life.train({first}, {last})), flush=True)
-        time.sleep(2.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return {int(step): size for step, size in json.loads(done.stdout).items()}
+def killed_life(tmp_path, first, last, *, resume_at=None, rest=2.2, **arguments):
+    """A life in a process of its own that SIGKILL ends, `rest` seconds after its last row; returns its sizes."""
+    told = Path(tmp_path) / "sizes.json"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            life = Life(tmp_path, resume_at=resume_at, **arguments)
+            told.write_text(json.dumps(life.train(first, last, pause=0.0 if rest else 0.02)))
+            time.sleep(rest)
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    return {int(step): size for step, size in json.loads(told.read_text()).items()}
 
 
 def points(rows):
@@ -776,6 +776,7 @@ class TestResumedOnline:
         sizes = life.train(1, 9)
         life.tracker.finish(1)
         service.history = {index: row for index, row in service.history.items() if index < delivered}
+        service.summary = service.history[delivered - 1] if delivered else {}  # each request brings both
         next_second()
         life = Life(tmp_path, resume_at=sizes[6], config={"trainer": {"max_steps": 12}})
         assert life.tracker.experiment.id == "abc"
@@ -812,12 +813,12 @@ class TestResumedOnline:
 
     @pytest.mark.slow
     def test_offline_folders_of_a_killed_and_resumed_run_make_one_run(self, service, tmp_path):
-        sizes = killed_life(tmp_path, 1, 6)
+        sizes = killed_life(tmp_path, 1, 6, mode="offline")
         (torn,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
         assert len(read_log(torn).rows) == 8
         assert not read_log(torn).has_end
         os.truncate(torn, torn.stat().st_size - 300)
-        killed_life(tmp_path, 7, 6, resume_at=sizes[6])  # before it logs anything of its own
+        killed_life(tmp_path, 7, 6, mode="offline", resume_at=sizes[6])  # before it logs anything of its own
         next_second()
         life = Life(tmp_path, resume_at=sizes[4], mode="offline")
         life.train(5, 9)
@@ -827,6 +828,22 @@ class TestResumedOnline:
         assert [row["_step"] for row in rows] == list(range(12))
         assert service.exit_code == 0
         assert sync(service, *(tmp_path / "run/wandb").iterdir()) == rows  # nothing is left to upload
+
+    @pytest.mark.slow
+    def test_killed_while_it_uploads(self, service, tmp_path):
+        often = LEAN | {"x_file_stream_transmit_interval": 1.0}
+        sizes = killed_life(tmp_path, 1, 90, rest=0.0, settings=often)
+        arrived = len(service.history)
+        assert 0 < arrived < 120
+        next_second()
+        for resumed in (85, 20):
+            sizes |= killed_life(tmp_path, resumed + 1, 100, rest=0.0, resume_at=sizes[resumed], settings=often)
+            next_second()
+        life = Life(tmp_path, resume_at=sizes[100])
+        life.train(101, 102)
+        life.tracker.finish(0)
+        rows = [service.history[index] for index in sorted(service.history)]
+        assert points(rows) == points(lines_of(life.lines.path))
 
     @pytest.mark.slow
     def test_the_service_comes_and_goes(self, service, tmp_path, caplog):

@@ -24,9 +24,28 @@ def _inspect(argv: Sequence[str]) -> int:
     return main(list(argv))
 
 
+def _export(argv: Sequence[str]) -> int:
+    from shardwise.checkpoint.export import main
+
+    return main(list(argv))
+
+
+def _use(action: str) -> Callable[[Sequence[str]], int]:
+    def command(argv: Sequence[str]) -> int:
+        from shardwise.use import main
+
+        return main(action, argv)
+
+    return command
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "compose a configuration and train (the same as python train.py)"),
     "tokenize": (_tokenize, "turn text into shards of token ids for data=tokens"),
+    "export": (_export, "write the weights of a checkpoint as safetensors, plain or in Llama's layout"),
+    "eval": (_use("eval"), "metrics of a checkpoint, on any data and under any strategy"),
+    "predict": (_use("predict"), "predictions of a checkpoint for every sample, into a file"),
+    "generate": (_use("generate"), "text from a checkpoint of a language model"),
     "inspect": (_inspect, "print what is in a checkpoint, and whether it is whole"),
 }
 

@@ -128,6 +128,14 @@ class Classification(_Task):
         self.metric(stage, "accuracy").update(logits_BK, labels_B)
         self.log_stage(stage)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """``prediction`` (B,) int64, ``probabilities`` (B, K) float32, and ``label`` (B,) where the data have it."""
+        inputs, *labels = batch if isinstance(batch, tuple | list) else (batch,)
+        logits_BK = wide(self.model(inputs))
+        probabilities_BK = logits_BK.softmax(dim=-1).float()
+        predicted = {"prediction": logits_BK.argmax(dim=-1), "probabilities": probabilities_BK}
+        return predicted | ({"label": labels[0]} if labels else {})
+
     def _losses(self, batch: tuple[Tensor, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
         """Logits (B, K) and what ``cross_entropy`` makes of them."""
         inputs, labels_B = batch
@@ -190,6 +198,12 @@ class LanguageModel(_Task):
         losses = self._losses(batch)
         self.metric(stage, "loss").update(losses, self.count_targets(batch))
         self.log_stage(stage)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """``targets`` that are not ignored (B,) int64, and ``loss``, the mean over them (B,) float32; NaN over none."""
+        losses_BT = self._losses(batch)
+        targets_B = (batch[1] != IGNORED).sum(dim=-1)
+        return {"loss": (losses_BT.sum(dim=-1, dtype=torch.float64) / targets_B).float(), "targets": targets_B}
 
     def _losses(self, batch: tuple[Tensor, Tensor], **options: Any) -> Tensor:
         """Loss of every token (B, T), 0 where the target is ignored."""

@@ -140,13 +140,13 @@ class Repeated:
             return [f"the record of {_whose(self)} cannot be read: what differs in code and versions is unknown"]
         now = collect(command=[], seed=0, ranks=[])
         if set(self.record) == {"versions"}:  # of a checkpoint, which knows no more
-            known = {name: value for name, value in now["versions"].items() if name in self.record["versions"]}
-            lines = differences(self.record, {"versions": known})
+            then = {name: str(version).partition("+")[0] for name, version in self.record["versions"].items()}
+            known = {name: version for name, version in now["versions"].items() if name in then}
+            lines = differences({"versions": then}, {"versions": known})
         else:
             lines = differences(self.record, now)
-        return [f"differs from {_whose(self)}: {line}" for line in lines] or [
-            f"code, versions and hardware are those of {_whose(self)}"
-        ]
+        same = "versions are" if set(self.record) == {"versions"} else "code, versions and hardware are"
+        return [f"differs from {_whose(self)}: {line}" for line in lines] or [f"{same} those of {_whose(self)}"]
 
     def applied(self, job: Job) -> Job:
         """The job with what it continues or starts from."""
@@ -155,10 +155,12 @@ class Repeated:
             return replace(job, notes=notes)
         if self.folder is None:
             return replace(job, notes=notes, checkpoint=self.checkpoint, parent=self.checkpoint)
+        parent = (self.record or {}).get("parent")
         return replace(
             job,
             notes=notes,
             checkpoint=self.checkpoint,
+            parent=parent if isinstance(parent, str) else None,
             resumed=True,
             run_id=self.folder.name,
             run_folder=str(self.folder),
@@ -312,7 +314,10 @@ def _newest(word: str, experiment: Path, typed: list[str]) -> Repeated:
             passed.append(f"{run.name} (it ended before it wrote its config.yaml)")
             continue
         try:
-            found = _continued(_of_folder(f"resume={run}", run, typed), run)
+            found = _of_folder(f"resume={run}", run, typed)
+            if (found.record or {}).get("action", "train") != "train":
+                continue  # an evaluation, or the like
+            found = _continued(found, run)
         except NothingToResumeError as error:
             passed.append(f"{run.name} ({str(error).partition(': ')[2].partition('; type ')[0]})")
             continue

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
+from shardwise.actions import act
 from shardwise.build import build_data, build_task, build_trainer, check_monitors, notes_on
 from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.saving import Preempted, SaveCheckpoints
@@ -40,7 +41,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG
 
 
 def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
-    """Train and test as the job says, on this rank; returns what ``result.json`` holds.
+    """Train and test, or whatever else the job says, on this rank; returns what ``result.json`` holds.
 
     Args:
         job: what to do.
@@ -59,6 +60,8 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
     writer = _RunFolder(job, resolved) if rank == 0 else None
+    if job.action != "train":
+        return _act(job, resolved, writer)
     trainer: pl.Trainer | None = None
     values: dict[str, Any] = {}
     exit_code, status = 1, "failed"
@@ -129,6 +132,22 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
             dist.destroy_process_group()
     if rank == 0:
         show_end(job, result)
+    return result
+
+
+def _act(job: Job, resolved: Resolved, writer: "_RunFolder | None") -> dict[str, Any]:
+    """Do what the job says instead of training; returns what ``result.json`` holds."""
+    result: dict[str, Any] = {"status": "failed", "run_id": job.run_id, "metrics": {}}
+    try:
+        if writer is not None:
+            writer.start()
+        result.update(act(job, resolved, int(os.environ.get("RANK", "0"))), status="completed")
+    finally:
+        with undisturbed():
+            if writer is not None:
+                writer.finish(result)
+        if dist.is_available() and dist.is_initialized() and result["status"] == "completed":
+            dist.destroy_process_group()
     return result
 
 
@@ -208,6 +227,8 @@ class _RunFolder:
             for rank in range(world.size)
         ]
         self.record = collect(command=self.job.command, seed=self.resolved.config.seed, ranks=ranks)
+        if self.job.action != "train":
+            self.record["action"] = self.job.action
         if self.job.parent is not None:
             self.record["parent"] = without_secrets(self.job.parent)
         if self.job.resumed:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.job import Job, with_folder, write_json
+from shardwise.job import Job, in_run_folder, write_json
 from shardwise.launch import RanksFailedError, how_it_ended, launch
 from shardwise.provenance import without_secrets
 from shardwise.signals import GRACE_SECONDS, PREEMPTED, Stop, die_with_parent, owned_signals
@@ -79,10 +79,10 @@ def run_jobs(jobs: Sequence[Job], *, folder: Path, on_failure: str) -> list[Outc
 
 def _run(job: Job, stop: Stop) -> Outcome:
     try:
-        job = with_folder(job)
-    except ConfigError as error:
+        with in_run_folder(job) as job:
+            return _run_ranks(job, stop) if job.world["launch"] == "local" else _run_apart(job, stop)
+    except ConfigError as error:  # of the folder: a job's own are in its outcome
         return Outcome(job, "failed", str(error))
-    return _run_ranks(job, stop) if job.world["launch"] == "local" else _run_apart(job, stop)
 
 
 def _run_ranks(job: Job, stop: Stop) -> Outcome:

@@ -5,6 +5,7 @@ to a rank (its random state, metrics that are being added up) is kept under the 
 """
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -101,7 +102,8 @@ def _shape(shape: Iterable[int]) -> str:
 # ---- the optimizer -------------------------------------------------------------------------------------------------
 
 
-def _optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+def optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """Parameter -> its name in the plain model, for those that ``optimizer`` updates."""
     names = {id(tensor): name for name, tensor in plain_names(module).items()}
     return {p: names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
 
@@ -109,7 +111,7 @@ def _optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[Tensor, st
 def optimizer_pieces(module: nn.Module, optimizer: Optimizer, index: int) -> tuple[dict[str, Pieces], dict[str, Any]]:
     """The tensors of an optimizer's state by key, and in plain values its groups and what of its state is no tensor."""
     pieces, values = {}, {}
-    names = _optimizer_names(module, optimizer)
+    names = optimizer_names(module, optimizer)
     for parameter, name in names.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -146,7 +148,7 @@ def load_optimizer(
     Raises:
         ConfigError: it is over other parameters.
     """
-    names = _optimizer_names(module, optimizer)
+    names = optimizer_names(module, optimizer)
     stored, pieces = stored_tensors(url), {}
     for parameter, name in names.items():
         state = dict(saved["values"].get(name, {}))
@@ -226,13 +228,20 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
 def _metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
     """Metrics that are being added up: the module's own, and what Lightning keeps of logged values in an epoch."""
     module: Any = trainer.lightning_module
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric) and metric._update_count:
-            yield f"module/{name}", metric
     logged: Any = trainer.fit_loop.epoch_loop._results
-    for name, metric in logged.items():
-        if isinstance(metric, Metric) and metric.meta.on_epoch and metric.is_tensor and metric._update_count:
-            yield f"logged/{name}", metric
+    # Between two epochs Lightning still holds what it has logged at the end of the one, and resets it in the next.
+    over = {id(entry.value) for entry in logged.values() if not entry.is_tensor} if _between_epochs(trainer) else set()
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and metric._update_count and id(metric) not in over:
+            yield f"module/{name}", metric
+    for name, entry in logged.items():
+        if entry.is_tensor and entry.meta.on_epoch and entry._update_count and not _between_epochs(trainer):
+            yield f"logged/{name}", entry
+
+
+def _between_epochs(trainer: Trainer) -> bool:
+    progress = trainer.fit_loop.epoch_progress.current
+    return progress.completed == progress.ready
 
 
 def metric_states(trainer: Trainer) -> dict[str, Tensor]:
@@ -262,14 +271,14 @@ def load_metric_states(trainer: Trainer, states: Mapping[str, Tensor]) -> None:
     if not waiting:
         return
     results: Any = trainer.fit_loop.epoch_loop._results
-    register = results.register_key
+    update = results.update_metrics
 
-    def register_and_load(key: str, *args: Any, **kwargs: Any) -> None:
-        register(key, *args, **kwargs)
+    def load_and_update(key: str, *args: Any) -> None:
         if key in waiting:
             _load_metric(results[key], waiting.pop(key))
+        update(key, *args)
 
-    results.register_key = register_and_load
+    results.update_metrics = load_and_update
 
 
 def _load_metric(metric: Any, states: Mapping[str, Tensor]) -> None:
@@ -330,15 +339,15 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
         "lightning": to_plain(hooks, extra, at="extra"),
         "optimizers": to_plain(optimizers, extra, at="extra/optimizers"),
     }
-    pieces |= {key: pieces_of(tensor) for key, tensor in extra.items()}
+    # What a hook keeps may differ between ranks: that of the first counts, as in Lightning.
+    pieces |= {key: pieces_of(tensor) for key, tensor in extra.items() if rank == 0 or isinstance(tensor, DTensor)}
     return pieces, state
 
 
 def _loop_state(trainer: Trainer) -> dict[str, Any]:
     """Lightning's counters; between two epochs, as they are when the next one begins."""
     state = trainer.fit_loop.state_dict()
-    progress = state["epoch_progress"]["current"]
-    if progress["completed"] == progress["ready"]:
+    if _between_epochs(trainer):
         state["epoch_loop.batch_progress"]["is_last_batch"] = False
         state["epoch_loop.val_loop.batch_progress"]["total"] = dict.fromkeys(
             state["epoch_loop.val_loop.batch_progress"]["total"], 0
@@ -393,9 +402,13 @@ def continue_epoch(trainer: Trainer) -> None:
     reset = loop.reset
 
     def reset_and_go_on() -> None:
-        reset()
+        with warnings.catch_warnings():
+            if hasattr(getattr(trainer, "datamodule", None), "samples_seen"):  # its stream goes on where it was
+                warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epo")
+            reset()
         loop.reset = reset
-        trainer.fit_loop.restarting = False  # and of all loops in it
+        trainer.fit_loop._restarting = False  # its property would make True of that
+        loop.restarting = False  # and of all loops in it
         loop.reset_restart_stage()
 
     loop.reset = reset_and_go_on

@@ -5,7 +5,7 @@ import os
 from typing import NamedTuple
 
 from shardwise.checkpoint.filesystems import LocalFolder, ObjectFolder, open_folder, reason
-from shardwise.checkpoint.manifest import MANIFEST, NEWER, printable, split_name
+from shardwise.checkpoint.manifest import MANIFEST, NEWER, printable, split_name, step_of
 from shardwise.checkpoint.store import Store, checkpoints_of
 from shardwise.errors import ConfigError
 
@@ -65,10 +65,11 @@ def find_checkpoint(text: str, *, contents: bool = True) -> Found:
         return Found(store, name, skipped)
     if not skipped:
         raise ConfigError(f"{shown} has no checkpoint yet: {printable(store.url)} holds none")
-    newest, problems = next(iter(skipped.items()))
-    more = f", and nor is any of {len(skipped) - 1} older" if len(skipped) > 1 else ""
+    # One that was finished once says more than one that never was.
+    newest = next((one for one in skipped if split_name(one) == (step_of(one), "")), next(iter(skipped)))
+    more = f", and none of {len(skipped) - 1} others is whole" if len(skipped) > 1 else ""
     raise ConfigError(
-        f"{shown} has no whole checkpoint: {newest} is damaged or incomplete ({in_short(problems)}){more}"
+        f"{shown} has no whole checkpoint: {newest} is damaged or incomplete ({in_short(skipped[newest])}){more}"
     )
 
 

@@ -110,6 +110,8 @@ class SaveCheckpoints(Callback):
         wishing = dist.new_group(backend="gloo", timeout=timedelta(hours=WRITING_HOURS)) if several else None
         self._writer = Writer(Store(self.folder), group=writing, background=self.background, published=self._tidy_up)
         self._wish = Wish(wishing)
+        if trainer.is_global_zero:
+            self._remove_leftovers()
         self.saved_step = trainer.global_step
         self._last_time = time.monotonic()
         if self._trainer is not trainer:
@@ -200,12 +202,21 @@ class SaveCheckpoints(Callback):
             return "launch.time_limit"
         return None
 
+    def _remove_leftovers(self) -> None:
+        """What a killed run was in the midst of writing or removing is of no use to anybody."""
+        assert self._writer is not None
+        store = self._writer.store
+        for name in store.leftovers():
+            if name.endswith((".partial", ".removed")):
+                store.remove(name)
+
     def _tidy_up(self, name: str) -> None:
         """Remove what need not be kept; on the first rank, whose metrics decide which is best."""
         assert self._writer is not None
         store = self._writer.store
         # Those of later steps are of a run that was taken up again before them; it will come to them.
         names = [other for other in store.names() if step_of(other) <= step_of(name)]
+        names = [other for other in names if not store.problems(other, contents=False)]  # what is damaged is not ours
         metrics = {other: store.manifest(other).get("metrics", {}).get(self.monitor) for other in names}
         keep = retained(
             metrics,

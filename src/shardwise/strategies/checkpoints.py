@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytorch_lightning.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.capture import (
@@ -70,7 +71,15 @@ class MeshCheckpoints(MeshProcess):
             return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
         url, state = open_checkpoint(path)
         self._folder = _Folder(url, state, stored_tensors(url))
-        return lightning_checkpoint(state["trainer"], url, self._folder.stored)
+        checkpoint = lightning_checkpoint(state["trainer"], url, self._folder.stored)
+        if not self._fitting:
+            checkpoint.pop("loops", None)  # those of training; Lightning would look for the loop that is to run
+        return checkpoint
+
+    @property
+    def _fitting(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model; where parameters are sharded, on rank 0's CPU, empty elsewhere, and a collective."""
@@ -81,6 +90,8 @@ class MeshCheckpoints(MeshProcess):
         assert self.lightning_module is not None
         if self._folder is not None:
             load_model(self.lightning_module, self._folder.url, strict=strict)
+            if not self._fitting:
+                self._folder = None  # a training that follows has nothing to put back
         elif self.holds_parts:
             load_whole_model_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
         else:

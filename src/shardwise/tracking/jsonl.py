@@ -92,12 +92,13 @@ class JsonlLogger(Logger):
         """Nothing: the run folder's config.yaml has them."""
 
     def size(self) -> int:
-        """Bytes of the whole lines in the file, which are on the disk when this returns; 0 if there is no file.
+        """Bytes of the whole lines in the file, on the disk when this returns; 0 without a file, and on other ranks.
 
         Raises:
             MetricsFileError: the file cannot be written.
         """
-        if not self.path.exists():
+        # On another rank, what looks torn may be a line that rank 0 is writing.
+        if getattr(rank_zero_only, "rank", 0) != 0 or not self.path.exists():
             return 0
         with self._writing(), self.path.open("r+b", buffering=0) as file:
             size = _drop_torn_line(file)

@@ -93,7 +93,9 @@ class WandbTracker(Logger):
             "init_timeout": init_timeout,
             "finish_timeout": finish_timeout,
             "finish_timeout_raises": True,
-            "x_transaction_log_flush_interval": 1.0,  # seconds; a killed process loses what came after the last flush
+            # Seconds. A killed process loses what came after the last flush; and what has been uploaded has to be in
+            # the file, to be known when the run is resumed.
+            "x_transaction_log_flush_interval": 0.05,
             "disable_git": True,
             "disable_code": True,
             "save_code": False,
