@@ -82,7 +82,7 @@ def test_all_pairs_of_layouts(pool, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_packed_matrices_between_layouts(pool, tmp_path):
-    """torchvision's attention packs queries, keys and values in one matrix, of which a rank holds three blocks of rows."""
+    """torchvision's attention packs queries, keys and values in one matrix: a rank holds three blocks of rows."""
     check_matrix(pool, tmp_path, "vit_b_16", ("one", "tp2", "fsdp+tp4"), ("one", "fsdp2", "tp2", "fsdp+tp4"))
 
 

@@ -17,7 +17,7 @@ LAYERS = (
     {"parallel", "lr_scaling", "schedules", "resolve"},
     {"models", "data", "optim", "slots"},
     {"checkpoint", "strategies", "module", "tracking", "provenance", "progress", "generation", "predictions"},
-    {"job", "signals", "rerun", "build", "run", "worker", "launch", "sweep", "summary", "cli", "__main__"}
+    {"job", "signals", "rerun", "build", "trainer", "run", "worker", "launch", "sweep", "summary", "cli", "__main__"}
     | {"actions", "use"},
 )
 """Modules and folders of modules, from the lowest layer up."""

@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardwise.build import build_data, build_task, build_trainer
+from shardwise.build import build_data, build_task
 from shardwise.checkpoint.manifest import printable
 from shardwise.config import Config, to_plain
 from shardwise.data.sharded import ShardedDataModule
@@ -28,6 +28,7 @@ from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, Steps
 from shardwise.slots import arguments, build, find_target
 from shardwise.tracking import WandbTracker
+from shardwise.trainer import build_trainer
 
 SPLITS = {"eval": ("test", "val"), "predict": ("test", "predict", "val")}
 """Action -> the splits it takes; without a word about it, the first of them that the data have."""

@@ -20,7 +20,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from shardwise.actions import act
-from shardwise.build import build_data, build_task, build_trainer, check_monitors, notes_on
+from shardwise.build import build_data, build_task, notes_on
 from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.saving import Preempted, SaveCheckpoints
 from shardwise.config import to_plain
@@ -32,6 +32,7 @@ from shardwise.resolve import Resolved, resolve_steps
 from shardwise.signals import PREEMPTED, Stop, undisturbed
 from shardwise.summary import brings_optimizer, show_end
 from shardwise.tracking import JsonlLogger, WandbTracker
+from shardwise.trainer import build_trainer, check_monitors
 
 SAVING_SECONDS = 5.0
 """How long a run that fails waits for the checkpoint that is being written: its peers may be gone."""

@@ -110,7 +110,8 @@ def optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[Tensor, str
 
 def optimizer_pieces(module: nn.Module, optimizer: Optimizer, index: int) -> tuple[dict[str, Pieces], dict[str, Any]]:
     """The tensors of an optimizer's state by key, and in plain values its groups and what of its state is no tensor."""
-    pieces, values = {}, {}
+    pieces: dict[str, Pieces] = {}
+    values: dict[str, dict[str, Any]] = {}
     names = optimizer_names(module, optimizer)
     for parameter, name in names.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -319,10 +320,8 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
         own, values = optimizer_pieces(module, getattr(optimizer, "_optimizer", optimizer), index)
         pieces |= own
         optimizers.append({**values, "constructed": constructed[index]})
-    for name, state in random_state().items():
-        pieces[f"random/{rank}/{name}"] = pieces_of(state)
-    for name, state in metric_states(trainer).items():
-        pieces[f"metrics/{rank}/{name}"] = pieces_of(state)
+    pieces |= {f"random/{rank}/{name}": pieces_of(own) for name, own in random_state().items()}
+    pieces |= {f"metrics/{rank}/{name}": pieces_of(own) for name, own in metric_states(trainer).items()}
     # The hooks may say of themselves what they want to keep, in the dictionary that Lightning would save.
     hooks: dict[str, Any] = {"state_dict": {}, **plain, "callbacks": call._call_callbacks_state_dict(trainer)}
     plugin: Any = trainer.precision_plugin

@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -55,8 +56,8 @@ def to_plain(value: Any, tensors: dict[str, Tensor], *, at: str) -> Any:
             ]
         }
     raise ConfigError(
-        f"{at.replace('/', '.')} is a {type(value).__name__}, which no checkpoint takes: plain values, lists, dicts and "
-        f"tensors only (state_dict and on_save_checkpoint decide)"
+        f"{at.replace('/', '.')} is a {type(value).__name__}, which no checkpoint takes: plain values, lists, dicts "
+        f"and tensors only (state_dict and on_save_checkpoint decide)"
     )
 
 
@@ -78,14 +79,15 @@ def from_plain(plain: Any, tensor: Callable[[str], Tensor]) -> Any:
             "$array": lambda inner: from_plain(inner, tensor).numpy(),
             "$text": _from_text,
             "$pairs": lambda pairs: {from_plain(k, tensor): from_plain(v, tensor) for k, v in pairs},
-            **{
-                f"${made.__name__}": lambda items, made=made: made(from_plain(items, tensor))
-                for made in (tuple, set, frozenset, deque)
-            },
+            **{f"${made.__name__}": partial(_made, made, tensor) for made in (tuple, set, frozenset, deque)},
         }
         if kind in makers:
             return makers[kind](inner)
     return {key: from_plain(item, tensor) for key, item in plain.items()}
+
+
+def _made(kind: Callable[[Any], Any], tensor: Callable[[str], Tensor], items: Any) -> Any:
+    return kind(from_plain(items, tensor))
 
 
 def _from_text(inner: list[str]) -> Any:

@@ -106,8 +106,7 @@ class SaveCheckpoints(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         several = trainer.world_size > 1
         # Groups of their own: a thread uses the one while training uses the other.
-        writing = dist.new_group(backend="gloo", timeout=timedelta(hours=WRITING_HOURS)) if several else None
-        wishing = dist.new_group(backend="gloo", timeout=timedelta(hours=WRITING_HOURS)) if several else None
+        writing, wishing = (_new_group() if several else None for _ in range(2))
         self._writer = Writer(Store(self.folder), group=writing, background=self.background, published=self._tidy_up)
         self._wish = Wish(wishing)
         if trainer.is_global_zero:
@@ -263,6 +262,10 @@ class Wish:
         if self._pending is not None:
             self._pending[0].wait()
             self._pending = None
+
+
+def _new_group() -> Any:
+    return dist.new_group(backend="gloo", timeout=timedelta(hours=WRITING_HOURS))
 
 
 def _after(owner: Any, method: str, then: Callable[[], None]) -> None:

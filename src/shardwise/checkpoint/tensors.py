@@ -154,15 +154,15 @@ def read_whole(url: str, key: str) -> Tensor:
 def _cause(error: CheckpointException) -> Exception:
     """The first error of a rank that says more than that another rank has failed."""
     found = [inner for inner, _ in error.failures.values()]
-    cause = next((inner for inner in found if isinstance(inner, OSError)), found[0] if found else error)
+    cause: BaseException = next((e for e in found if isinstance(e, OSError)), found[0] if found else error)
     if isinstance(cause, OSError | ConfigError):
         return cause
     if isinstance(cause, RuntimeError | EOFError | pickle.UnpicklingError | KeyError | AssertionError):
         return DamagedError(f"the checkpoint is damaged: {' '.join(str(cause).split())[:300]}")
-    return cause if isinstance(cause, Exception) else error
+    return cause if isinstance(cause, Exception) else RuntimeError(str(error))
 
 
-# ---- torch.distributed.checkpoint, over fsspec, with pieces -----------------------------------------------------------
+# ---- torch.distributed.checkpoint, over fsspec, with pieces ----------------------------------------------------------
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -313,7 +313,7 @@ class _Unpickler(pickle.Unpickler):
         kind = getattr(torch, name, None) if module == "torch" else None
         if (module, name) in HARMLESS or isinstance(kind, torch.dtype):
             found = super().find_class(module, name)
-            if isinstance(found, torch.dtype) or isinstance(found, type) or name == "_get_layout":
+            if isinstance(found, torch.dtype | type) or name == "_get_layout":
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
 

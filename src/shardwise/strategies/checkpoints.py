@@ -45,8 +45,8 @@ class _Folder:
 class MeshCheckpoints(MeshProcess):
     """The part of a strategy that saves and loads.
 
-    ``Trainer.save_checkpoint`` writes Lightning's single file, for which rank 0 gathers everything. A folder (written by
-    ``SaveCheckpoints``) is read by all ranks at once, each its own parts; ``ckpt_path`` takes either.
+    ``Trainer.save_checkpoint`` writes Lightning's single file, for which rank 0 gathers everything. A folder (written
+    by ``SaveCheckpoints``) is read by all ranks at once, each its own parts; ``ckpt_path`` takes either.
     """
 
     constructed: list[list[dict[str, Any]]]
