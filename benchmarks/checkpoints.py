@@ -122,6 +122,12 @@ def _seconds(act: Callable[[], Any]) -> float:
     return _slowest(time.perf_counter() - start)
 
 
+def _give_back() -> None:
+    """Let the system have the memory that was freed, so that what comes next has to ask for it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -244,8 +250,10 @@ class Measured(SaveCheckpoints):
         if not self._copies:
             self._copies = [torch.empty_like(tensor) for tensor in local]
         assert self._writer is not None
+        self._writer._buffers.clear()
+        _give_back()
         self._note("clone", _seconds(lambda: [tensor.clone() for tensor in local]))
-        self._writer = Writer(self._writer.store, group=self._writer._group, published=self._tidy_up)
+        _give_back()
         self._note("first stop", _seconds(lambda: self.save(trainer)))
         self.wait()
         into_copies = zip(self._copies, local, strict=True)
@@ -329,8 +337,7 @@ class Resident(pl.Callback):
     """What this rank has had resident at most since it was made, beyond what it had then."""
 
     def __init__(self) -> None:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        _give_back()
         Path("/proc/self/clear_refs").write_text("5")
         self.before = _status("VmRSS")
         self.allowed = self.growth = 0

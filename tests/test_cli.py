@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from checkout import ROOT, TrainRun
+from shardwise.__main__ import COMMANDS
 from shardwise.cli import train
 
 QUICK_SECONDS = 1.5
@@ -153,7 +154,8 @@ def test_help_and_a_mistake_come_quickly(tmp_path: Path) -> None:
 
 def test_the_help_page_needs_neither_hydra_nor_torch_and_fits_the_terminal() -> None:
     code = (
-        "import sys; from shardwise.cli import train; train(['--help']); print({'hydra', 'torch'} & set(sys.modules))"
+        "import sys; from shardwise.__main__ import COMMANDS
+from shardwise.cli import train; train(['--help']); print({'hydra', 'torch'} & set(sys.modules))"
     )
     run = python("-c", code, env={"COLUMNS": "100"})
     page, _, last = run.stdout.rstrip().rpartition("\n")
@@ -245,7 +247,7 @@ def test_what_would_run_can_be_shown(tmp_path: Path, capfd: pytest.CaptureFixtur
 def test_the_module_is_a_command_as_well() -> None:
     bare, wrong, asked = (python("-m", "shardwise", *arguments) for arguments in ([], ["trian"], ["--help"]))
     assert (bare.returncode, wrong.returncode, asked.returncode) == (2, 2, 0)
-    assert wrong.stderr == "error: trian: no such command; did you mean 'train'? (commands: train, tokenize)\n"
+    assert wrong.stderr == f"error: trian: no such command; did you mean 'train'? (commands: {', '.join(COMMANDS)})\n"
     for run in (bare, asked):
         assert "usage: python -m shardwise <command>" in run.stdout + run.stderr
         assert "tokenize" in run.stdout + run.stderr

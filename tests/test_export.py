@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from shardwise.__main__ import main
 from shardwise.checkpoint import destination
-from shardwise.checkpoint import export as exporting
-from shardwise.checkpoint.export import export
 from shardwise.checkpoint.saving import SaveCheckpoints
-from shardwise.checkpoint.weights import InitFrom, check_weights, load_weights
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT
+from shardwise.weights import export as exporting
+from shardwise.weights.export import export
+from shardwise.weights.loading import InitFrom, check_weights, load_weights
 from training import (
     CONTEXT,
     LAYOUTS,
@@ -266,7 +266,7 @@ def test_a_rank_reads_its_own_part_only(pool: Any, tmp_path: Path) -> None:
 
 
 def bytes_read(path: str) -> tuple[int, int]:
-    from shardwise.checkpoint.safetensors_file import TensorFiles
+    from shardwise.weights.safetensors_file import TensorFiles
 
     read, total = TensorFiles.read, 0
 

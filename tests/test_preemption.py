@@ -68,7 +68,10 @@ class Break(Callback):
             file.write("x")
         if len((HERE / "broken").read_text()) > self.times:
             return
-        if self.kind == "kill":
+        if self.kind == "damage":
+            for path in HERE.rglob("step_00000006/*.distcp"):
+                os.truncate(path, 10)
+        if self.kind in ("kill", "damage"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "config":
             raise ConfigError("model.width=8 is planted: type model.width=9")
@@ -290,7 +293,8 @@ def test_a_run_that_is_killed_goes_on_by_itself(tmp_path, paced, train_py, argum
     assert result_of(folder)["status"] == "completed"
     assert [step for step, _ in losses(folder)] == list(range(1, 12))
     assert losses(folder) == losses(calm)
-    assert result_of(folder)["metrics"] == result_of(calm)["metrics"]
+    metrics = [{n: v for n, v in result_of(f)["metrics"].items() if not n.endswith("_second")} for f in (folder, calm)]
+    assert metrics[0] == metrics[1]
 
 
 @pytest.mark.slow
@@ -323,16 +327,7 @@ def test_a_mistake_is_not_made_again(tmp_path, paced):
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_left_out_by_name(tmp_path, paced):
-    """What is killed in the midst of a save leaves such."""
-    half = tmp_path / "half.py"
-    half.write_text(
-        "import os\nfrom pathlib import Path\nfrom pytorch_lightning import Callback\n"
-        "class Half(Callback):\n"
-        "    def on_train_batch_start(self, trainer, module, batch, batch_idx):\n"
-        "        for path in Path(os.environ['PACE_FOLDER']).rglob('step_00000006/*.distcp'):\n"
-        "            os.truncate(path, 10)\n"
-    )
-    fault = ["+callbacks.break.kind=kill", "+callbacks.half._target_=half.Half", "plugins=[paced,half]"]
+    fault = ["+callbacks.break.kind=damage"]
     status, errors, folder = broken(tmp_path, paced, "launch.max_restarts=1", *fault)
     assert status == 0, errors
     assert "step_00000006" in errors

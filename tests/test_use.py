@@ -75,7 +75,8 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return Trained(tmp_path_factory.mktemp("digits"), "model=mlp", "trainer.max_steps=30")
+    # Two epochs, so that the last validation is of the last step.
+    return Trained(tmp_path_factory.mktemp("digits"), "model=mlp", "trainer.max_steps=45")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     (folder / "words.txt").write_text(" ".join(draw.choice(WORDS.split()) for _ in range(1000)) + "\n")
     small = ("data.context=16", "model.n_layer=2", "model.width=32", "batch.global_size=16", "optimizer.lr=0.01")
     kind = ("data=text", "task=language_model", "model=gpt", f"data.path={folder / 'words.txt'}")
-    return Trained(folder, *kind, *small, "trainer.max_steps=20")
+    return Trained(folder, *kind, *small, "trainer.max_steps=20", "trainer.limit_test_batches=1")
 
 
 # ---- eval ----------------------------------------------------------------------------------------------------------
@@ -97,12 +98,12 @@ def test_eval_is_the_runs_own_test(digits: Trained, tmp_path: Path) -> None:
     own = {name: value for name, value in digits.metrics.items() if name.startswith("test/")}
     assert set(own) == {"test/loss", "test/accuracy"}
     assert result["metrics"] == own
-    assert (result["split"], result["samples"], result["step"]) == ("test", 359, 30)
+    assert (result["split"], result["samples"], result["step"]) == ("test", 359, 45)
     for name, value in own.items():
         assert f"{name} " in printed
         assert repr(value) in printed
     assert json.loads(target.read_text())["metrics"] == own
-    checkpoint = str(digits.run / "checkpoints" / "step_00000030")
+    checkpoint = str(digits.run / "checkpoints" / "step_00000045")
     assert json.loads((digits.made / "provenance.json").read_text())["parent"] == checkpoint
     present = {path.name for path in digits.made.iterdir()}
     assert {"config.yaml", "overrides.yaml", "provenance.json", "ranks", "result.json"} <= present
@@ -121,7 +122,7 @@ def test_eval_of_a_copy_without_its_run_on_another_split(digits: Trained, tmp_pa
     shutil.copytree(digits.run / "checkpoints", tmp_path / "copied")
     result, _ = digits.use("eval", "--split", "val", "batch.eval_size=50", of=tmp_path / "copied" / "last")
     assert result["metrics"].keys() == {"val/loss", "val/accuracy"}
-    assert result["checkpoint"] == str(tmp_path / "copied" / "step_00000030")
+    assert result["checkpoint"] == str(tmp_path / "copied" / "step_00000045")
     for name, value in result["metrics"].items():
         assert value == pytest.approx(digits.metrics[name], rel=1e-12), name
 
@@ -179,12 +180,14 @@ def test_predictions_under_another_strategy(
     assert list(tmp_path.glob(".predictions*")) == []
 
 
-def test_predictions_of_a_language_model_add_up_to_its_loss(text: Trained) -> None:
-    result, _ = text.use("predict", "--split", "val")
+def test_a_language_model_is_judged_by_every_sample(text: Trained) -> None:
+    measured, printed = text.use("eval")
+    assert "trainer.limit_test_batches=1 of the training is left out: every sample counts" in printed
+    result, _ = text.use("predict")
     found = dict(np.load(result["predictions"]))
     assert found["loss"].dtype == np.float32
-    assert set(found["targets"].tolist()) == {16}
-    assert found["loss"].astype(np.float64).mean() == pytest.approx(text.metrics["val/loss"], rel=1e-6)
+    assert found["targets"].tolist() == [16] * measured["samples"]
+    assert found["loss"].astype(np.float64).mean() == pytest.approx(measured["metrics"]["test/loss"], rel=1e-6)
 
 
 def test_a_modules_own_predictions(tmp_path: Path) -> None:
@@ -353,7 +356,7 @@ def test_wrong_words_about_a_language_model(text: Trained, refused: Callable[...
 def test_a_damaged_checkpoint_is_named(digits: Trained, refused: Callable[..., str], tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(digits.run / "checkpoints", copied)
-    name = "step_00000030"
+    name = "step_00000045"
     data = copied / name / "__0_0.distcp"
     whole = data.read_bytes()
     data.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
@@ -368,7 +371,7 @@ def test_another_model_is_named_in_one_line(digits: Trained) -> None:
     before = listing(digits.run)
     finished = command(*words, cwd=digits.experiment.parents[1])
     assert finished.returncode == 2, finished.stdout + finished.stderr
-    assert "step_00000030 is of another model: of another shape are" in finished.stderr
+    assert "step_00000045 is of another model: of another shape are" in finished.stderr
     assert finished.stderr.count("\n") == 1, finished.stderr
     assert listing(digits.run) == before
 

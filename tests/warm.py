@@ -8,6 +8,7 @@ What is started has a session of its own, and is what `python train.py` would be
 they were when the interpreter started, and the forkserver of its ranks is forked, too, with its imports done.
 """
 
+import gc
 import importlib
 import json
 import multiprocessing.util
@@ -93,6 +94,7 @@ class Started:
 def main() -> None:
     for module in (*PRELOAD, *MORE):
         importlib.import_module(module)
+    gc.freeze()  # a collection in a child would otherwise copy what it shares
     for line in sys.stdin:
         request = json.loads(line)
         if "poll" in request:

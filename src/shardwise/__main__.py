@@ -25,7 +25,7 @@ def _inspect(argv: Sequence[str]) -> int:
 
 
 def _export(argv: Sequence[str]) -> int:
-    from shardwise.checkpoint.export import main
+    from shardwise.weights.export import main
 
     return main(list(argv))
 

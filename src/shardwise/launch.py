@@ -212,8 +212,8 @@ def how_it_ended(exitcode: int | None) -> str:
 
 def _quiet_elastic() -> None:
     # The agent repeats every failure in boxes of its own; the user gets the first traceback, once.
-    for name in [*logging.root.manager.loggerDict, "torch.distributed.elastic"]:
-        if name.startswith("torch.distributed.elastic"):
+    for name in [*logging.root.manager.loggerDict, "torch.distributed.elastic", "torch.multiprocessing.spawn"]:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).disabled = True
             logging.getLogger(name).setLevel(logging.CRITICAL)
 

@@ -83,7 +83,7 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
             writer.describe(derived)
             for logger in trainer.loggers:
                 logger.log_hyperparams({**without_secrets(to_plain(config)), "derived": derived})
-        with stop.deferred():
+        with stop.deferred() if _savers(trainer) else contextlib.nullcontext():
             trainer.fit(task, datamodule=data, ckpt_path=job.checkpoint)
             values.update(trainer.callback_metrics)  # the test starts from none
             tested = is_overridden("test_step", task) and is_overridden("test_dataloader", data)
@@ -163,11 +163,14 @@ def _cut_metrics(job: Job, trainer: pl.Trainer) -> None:
             logger.cut(int(size))
 
 
-def _wait_for_checkpoints(trainer: pl.Trainer, *, seconds: float | None = None) -> None:
+def _savers(trainer: pl.Trainer) -> list[SaveCheckpoints]:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, SaveCheckpoints):
-            callback.wait(seconds)
+    return [callback for callback in callbacks if isinstance(callback, SaveCheckpoints)]
+
+
+def _wait_for_checkpoints(trainer: pl.Trainer, *, seconds: float | None = None) -> None:
+    for saver in _savers(trainer):
+        saver.wait(seconds)
 
 
 def _share_cores(resolved: Resolved) -> None:

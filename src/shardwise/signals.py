@@ -91,7 +91,7 @@ def owned_signals(
     console: bool = False,
     deaf: Collection[Signals] = (),
     again: float = AGAIN_SECONDS,
-    now: Callable[[Signals], bool] = lambda one: False,
+    now: Callable[[Signals, Stop], bool] = lambda one, stop: False,
     grace: float = GRACE_SECONDS,
 ) -> Iterator[Stop]:
     """Own this process's signals, but for those that are ignored (``nohup``, a shell's ``&``).
@@ -122,7 +122,9 @@ def owned_signals(
 class _Owner:
     """The handlers of :func:`owned_signals`, and the thread that sees a signal where they cannot run."""
 
-    def __init__(self, stop: Stop, *, deaf: Collection[Signals], now: Callable[[Signals], bool], grace: float) -> None:
+    def __init__(
+        self, stop: Stop, *, deaf: Collection[Signals], now: Callable[[Signals, Stop], bool], grace: float
+    ) -> None:
         self._stop = stop
         self._deaf = deaf
         self._now = now
@@ -184,7 +186,7 @@ class _Owner:
             for number in arrived:
                 if self._leaving is None and number in self._before and number not in self._deaf:
                     one = Signals(number)
-                    if self._now(one) or self._stop.ends_at_once(one):
+                    if self._now(one, self._stop) or self._stop.ends_at_once(one):
                         self._leaving = one
             return bool(arrived)
 

@@ -27,6 +27,7 @@ from shardwise.slots import accepts, arguments, build, find_target
 from shardwise.strategies import MeshStrategy
 from shardwise.summary import StartUp
 from shardwise.tracking import JsonlLogger
+from shardwise.weights.loading import InitFrom
 
 ON_RESUME: dict[str, Callable[[int], dict[str, Any]]] = {
     "CSVLogger": lambda step: {"version": f"from_step_{step}"},
@@ -71,8 +72,6 @@ def build_trainer(
     if not config.trainer.fast_dev_run:  # nothing that is worth to be kept
         callbacks.append(_saving(job, resolved, loggers, stop))
     if config.init_from is not None and job.checkpoint is None:
-        from shardwise.checkpoint.weights import InitFrom
-
         callbacks.append(InitFrom(config.init_from))
     if options["enable_checkpointing"]:
         # Lightning's own names hold '=', which no override can.

@@ -79,11 +79,13 @@ def _signals_of_rank(job: Job, rank: int) -> contextlib.AbstractContextManager[S
     if job.world["launch"] != "torchrun":
         return owned_signals(console=True)
     failed = Path(job.run_folder) / "ranks" / "failed"
-    return owned_signals(
-        console=rank == 0,
-        again=10 * AGAIN_SECONDS,  # its agent hands a Ctrl-C on, and a second one ends the agent and us with it
-        now=lambda one: one == Signals.SIGTERM and failed.exists(),  # the agent ends the peers of a rank that failed
-    )
+
+    def now(one: Signals, stop: Stop) -> bool:
+        """By SIGTERM torchrun's agent ends the peers of a rank that failed, and all ranks after a second Ctrl-C."""
+        return one == Signals.SIGTERM and (failed.exists() or stop.requested == "SIGINT")
+
+    # The agent hands the first Ctrl-C on, which a terminal has sent already.
+    return owned_signals(console=rank == 0, again=10 * AGAIN_SECONDS, now=now)
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -25,6 +25,7 @@ from shardwise.checkpoint.tensors import read_tensors, stored_tensors
 from shardwise.errors import ConfigError
 from shardwise.parallel.fsdp import reshard
 from shardwise.parallel.pieces import Pieces, pieces_of
+from shardwise.parallel.state import tied_names
 
 PREFIX = "model."
 """Of every name in a LightningModule that is a wrapper around one plain model."""
@@ -48,6 +49,14 @@ def plain_names(module: nn.Module) -> dict[str, Tensor]:
     if tensors and all(name.startswith(PREFIX) for name in tensors):
         return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def plain_ties(module: nn.Module) -> list[list[str]]:
+    """The names, in the plain model, of each parameter that has several; the first is the one it is stored under."""
+    ties, stored = tied_names(module), plain_names(module)
+    if all(first in stored for first, *_ in ties):
+        return ties
+    return [[name.removeprefix(PREFIX) for name in names] for names in ties]
 
 
 def model_pieces(module: nn.Module) -> dict[str, Pieces]:
@@ -336,6 +345,7 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
     extra: dict[str, Tensor] = {}
     state = {
         "lightning": to_plain(hooks, extra, at="extra"),
+        "tied": plain_ties(module),
         "optimizers": to_plain(optimizers, extra, at="extra/optimizers"),
     }
     # What a hook keeps may differ between ranks: that of the first counts, as in Lightning.

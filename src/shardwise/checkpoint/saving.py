@@ -120,6 +120,17 @@ class SaveCheckpoints(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_step = trainer.global_step  # after a checkpoint was loaded
+        if trainer.is_global_zero:
+            self._take_up(step_name(trainer.global_step))
+
+    def _take_up(self, name: str) -> None:
+        """Do what a crash has left to do after the newest checkpoint was published, if this run goes on from it."""
+        assert self._writer is not None
+        store = self._writer.store
+        if store.names()[-1:] == [name]:
+            if store.last() != name:
+                store.set_last(name)
+            self._tidy_up(name)
 
     def _step_done(self, trainer: Trainer) -> None:
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
@@ -229,6 +240,9 @@ class SaveCheckpoints(Callback):
             store.set_best(best[0])
         for other in names:
             if other not in keep:
+                store.remove(other)
+        for other in store.leftovers():
+            if other != step_name(step_of(other)):  # one under its final name may have been whole, and lost its manifest
                 store.remove(other)
 
 

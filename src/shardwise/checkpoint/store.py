@@ -192,6 +192,15 @@ class Store:
         folder.commit(name, data, list(files))
         folder.put("last", f"{name}\n".encode())
 
+    def set_last(self, name: str) -> None:
+        """Make ``last`` point to a published checkpoint, which a crash right after ``publish`` may have prevented.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        assert self._folder.is_file(name, MANIFEST), name
+        self._folder.put("last", f"{name.removesuffix('.spare')}\n".encode())
+
     def set_best(self, name: str) -> None:
         """Make ``best`` point to a published checkpoint.
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -29,14 +31,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
+from shardwise.checkpoint.verify import checksum
 from shardwise.errors import ConfigError
 from shardwise.parallel.pieces import Pieces
 
 INDEX = ".metadata"
 """Where torch.distributed.checkpoint keeps what is where."""
 
-BLOCK = 2**22
-"""Bytes that are read at a time when a file is verified."""
+BLOCK = 2**20
+"""Bytes that are collected before they are written: a tensor is written in forty pieces, most of them of a few bytes."""
 
 FileSums = dict[str, dict[str, Any]]
 """File name -> {"bytes": size, "xxh3_128": checksum}."""
@@ -65,7 +68,7 @@ def write_tensors(pieces: Mapping[str, Pieces], url: str, *, group: dist.Process
         DamagedError: a file does not hold what was written to it.
     """
     files = _Files(url)
-    writer = FileSystemWriter(files.path, single_file_per_rank=True)
+    writer = FileSystemWriter(files.path, single_file_per_rank=True, sync_files=False)  # they are, while they are read
     writer.fs, writer.path = files, files.path  # type: ignore[assignment]
     checksums = torch.serialization.get_crc32_options()
     # The archive's own checksums take as long as the writing; the file's is there for all of it.
@@ -73,7 +76,6 @@ def write_tensors(pieces: Mapping[str, Pieces], url: str, *, group: dist.Process
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process.*")
-            warnings.filterwarnings("ignore", message=".*fsync not supported.*")
             save(
                 dict(pieces), storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=group is None
             )
@@ -86,11 +88,15 @@ def write_tensors(pieces: Mapping[str, Pieces], url: str, *, group: dist.Process
 
 def _verified(files: "_Files") -> FileSums | Exception:
     try:
-        for name, sums in files.sums.items():
-            if (found := files.read_sums(name)) != sums:
-                raise DamagedError(
-                    f"{files.path}/{name} holds {found}, but {sums} was written: the storage is at fault"
-                )
+        with ThreadPoolExecutor(1) as beside:  # the disk is at work meanwhile
+            synced = [beside.submit(files.sync, name) for name in files.sums]
+            for name, sums in files.sums.items():
+                if (found := files.read_sums(name)) != sums:
+                    raise DamagedError(
+                        f"{files.path}/{name} holds {found}, but {sums} was written: the storage is at fault"
+                    )
+            for one in synced:
+                one.result()
     except Exception as error:
         return error
     return files.sums
@@ -206,26 +212,35 @@ class _Files(FileSystemBase):
 
     def __init__(self, url: str) -> None:
         self.system, self.path = url_to_fs(url)
+        self._is_local = isinstance(self.system, LocalFileSystem)
         self.sums: FileSums = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with self.system.open(str(path), mode) as stream:
+        with self._open(str(path), mode) as stream:
             if "w" not in mode:
                 yield stream
                 return
             summing = _Summing(stream)
             yield summing
+            summing.close()
             self.sums[os.path.basename(str(path))] = summing.sums()
+
+    def _open(self, path: str, mode: str) -> Any:
+        # fsspec's wrapper around a local file costs time at each of the many small reads.
+        return open(path, mode) if self._is_local else self.system.open(path, mode)
 
     def read_sums(self, name: str) -> dict[str, Any]:
         """Size and checksum of a file as it is now."""
-        total, state = 0, xxhash.xxh3_128()
-        with self.system.open(f"{self.path}/{name}", "rb") as stream:
-            while block := stream.read(BLOCK):
-                total += len(block)
-                state.update(block)
-        return {"bytes": total, "xxh3_128": state.hexdigest()}
+        with self._open(f"{self.path}/{name}", "rb") as stream:
+            digest = checksum(stream)
+            return {"bytes": stream.tell(), "xxh3_128": digest}
+
+    def sync(self, name: str) -> None:
+        """Wait until a file is on the disk, where there is one."""
+        if self._is_local:
+            with open(f"{self.path}/{name}", "rb") as stream:
+                os.fsync(stream.fileno())
 
     def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
         return f"{path}/{suffix}"
@@ -253,20 +268,32 @@ class _Files(FileSystemBase):
 
 
 class _Summing(io.RawIOBase):
-    """A stream that adds up the bytes that go through it."""
+    """A stream that adds up the bytes that go through it; they are written in large blocks, the last when it is closed."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
         self._stream = stream
         self._bytes = 0
         self._state = xxhash.xxh3_128()
+        self._collected = bytearray()
 
     def write(self, data: Any) -> int:
-        self._state.update(data)
-        size = memoryview(data).nbytes
-        self._stream.write(data)
+        size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
         self._bytes += size
+        if size < BLOCK:
+            self._collected += data
+            if len(self._collected) >= BLOCK:
+                self._pass_on()
+        else:
+            self._pass_on()
+            self._state.update(data)
+            self._stream.write(data)
         return size
+
+    def _pass_on(self) -> None:
+        self._state.update(self._collected)
+        self._stream.write(self._collected)
+        self._collected = bytearray()
 
     def sums(self) -> dict[str, Any]:
         return {"bytes": self._bytes, "xxh3_128": self._state.hexdigest()}
@@ -278,17 +305,13 @@ class _Summing(io.RawIOBase):
         return True
 
     def flush(self) -> None:
-        if not self._stream.closed:
-            self._stream.flush()
-
-    def fileno(self) -> int:
-        fileno = getattr(self._stream, "fileno", None)
-        if fileno is None:
-            raise io.UnsupportedOperation("fileno")
-        return fileno()
+        """Nothing: it is asked for after every tensor."""
 
     def close(self) -> None:
-        self._stream.close()
+        if not self.closed:
+            self._pass_on()
+            self._stream.close()
+            super().close()
 
 
 # ---- the index -----------------------------------------------------------------------------------------------------

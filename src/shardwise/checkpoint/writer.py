@@ -18,9 +18,14 @@ from torch import Tensor
 
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.tensors import FileSums, write_tensors
+from shardwise.errors import ConfigError
 from shardwise.parallel.pieces import Pieces
 
 STATE = "state.json"
+
+
+class SavingError(ConfigError):
+    """A checkpoint cannot be written; one line."""
 
 
 class Writer:
@@ -120,6 +125,15 @@ class Writer:
             self._error = error
 
     def _write(self, name: str, pieces: Mapping[str, Pieces], state: Any, manifest: Mapping[str, Any]) -> None:
+        try:
+            self._write_together(name, pieces, state, manifest)
+        except OSError as error:
+            raise SavingError(
+                f"{name} cannot be written to {self.store.url} ({error.strerror or error}): free some space there, or "
+                f"type checkpoint.folder=<another place>; what was saved before is untouched"
+            ) from error
+
+    def _write_together(self, name: str, pieces: Mapping[str, Pieces], state: Any, manifest: Mapping[str, Any]) -> None:
         first = self._group is None or dist.get_rank() == 0
         place = self._agreed(lambda: self.store.begin(name) if first else None)
         sums = write_tensors(pieces, place, group=self._group)

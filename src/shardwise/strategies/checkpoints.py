@@ -1,5 +1,6 @@
 """Saving and loading under any layout: Lightning's single files, and the framework's folders."""
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from shardwise.parallel.state import (
 )
 from shardwise.seeds import stable_seed
 from shardwise.strategies.process import MeshProcess
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -133,6 +136,8 @@ class MeshCheckpoints(MeshProcess):
             set_random_state(rank_state("random", self.global_rank, folder.url, folder.stored))
             load_metric_states(trainer, rank_state("metrics", self.global_rank, folder.url, folder.stored))
         else:
+            if self.is_global_zero and any(key.startswith("metrics/") for key in folder.stored):
+                log.warning("metrics of the epoch begin anew: the ranks that have added them up are other ones now")
             # Each share of the data has its noise; which share that is has changed.
             self.seed_noise(stable_seed(self.seed, "noise", self.dp_rank, trainer.global_step))
 

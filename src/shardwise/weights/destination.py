@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import MANIFEST, printable
-from shardwise.checkpoint.safetensors_file import INDEX, PICKLED, SUFFIX, Kinds, replacing, size_of, write_file
 from shardwise.errors import ConfigError
+from shardwise.weights.safetensors_file import INDEX, PICKLED, SUFFIX, Kinds, replacing, size_of, write_file
 
 SHARD_BYTES = 5 * 10**9
 """A file in a folder is not larger, as Hugging Face has it; a tensor that is larger has a file for itself."""

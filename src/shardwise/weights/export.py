@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.destination import Destination
 from shardwise.checkpoint.find import find_checkpoint
-from shardwise.checkpoint.llama import EMBEDDING, HEAD, llama_config, to_llama
 from shardwise.checkpoint.manifest import printable
 from shardwise.checkpoint.reader import read_state
-from shardwise.checkpoint.safetensors_file import Kinds, in_order, size_of
 from shardwise.checkpoint.tensors import read_tensors, stored_tensors
 from shardwise.errors import ConfigError
 from shardwise.parallel.pieces import Pieces
 from shardwise.provenance import without_secrets
+from shardwise.weights.destination import Destination
+from shardwise.weights.llama import EMBEDDING, HEAD, llama_config, to_llama
+from shardwise.weights.safetensors_file import Kinds, in_order, size_of
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 READ_BYTES = 2**26
@@ -51,7 +51,7 @@ def export(
     context: int | None = None,
     force: bool = False,
 ) -> Exported:
-    """Write the weights of a checkpoint, with the memory of its largest tensor, three times at most.
+    """Write the weights of a checkpoint, with about four times the memory of its largest tensor.
 
     ``plain``: names and shapes are those of the plain model's ``state_dict``, persistent buffers included, so
     ``model.load_state_dict(safetensors.torch.load_file(path))`` works. What the model ties is there under each of its

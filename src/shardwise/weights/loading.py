@@ -10,16 +10,15 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import nn
 
-from shardwise.checkpoint.capture import PREFIX, check_same_model, load_model, plain_names
+from shardwise.checkpoint.capture import PREFIX, check_same_model, load_model, plain_names, plain_ties
 from shardwise.checkpoint.find import POINTERS, find_checkpoint
-from shardwise.checkpoint.llama import EMBEDDING, HEAD, check_config, from_llama, is_llama
 from shardwise.checkpoint.manifest import MANIFEST, printable
-from shardwise.checkpoint.safetensors_file import PICKLED, SUFFIX, TensorFiles
 from shardwise.checkpoint.tensors import stored_tensors
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT
 from shardwise.parallel.pieces import pieces_of
-from shardwise.parallel.state import tied_names
+from shardwise.weights.llama import EMBEDDING, HEAD, check_config, from_llama, is_llama
+from shardwise.weights.safetensors_file import PICKLED, SUFFIX, TensorFiles
 
 COMPARED = 2**22
 """Elements of tied tensors that are compared at a time."""
@@ -94,14 +93,6 @@ def check_weights(source: str) -> list[str]:
             return sorted(files.shapes)
     url = find_checkpoint(source, contents=False).url
     return sorted(key.removeprefix("model/") for key in stored_tensors(url) if key.startswith("model/"))
-
-
-def plain_ties(module: nn.Module) -> list[list[str]]:
-    """The names, in the plain model, of each parameter that has several; the first is the one it is stored under."""
-    ties, stored = tied_names(module), plain_names(module)
-    if all(first in stored for first, *_ in ties):
-        return ties
-    return [[name.removeprefix(PREFIX) for name in names] for names in ties]
 
 
 def _tensor_files(source: str) -> Path | None:

@@ -1,0 +1,1 @@
+"""Weights alone: out of a checkpoint into plain files, and back in."""
