@@ -9,8 +9,8 @@ stopping       what the training waits for: ``SaveCheckpoints.save`` in the back
 saving         ``Writer.save`` in the foreground: writing, reading back, checksums, manifest, fsync and rename; over
                ``torch.distributed.checkpoint.save`` as it comes, which writes and syncs.
 loading        ``read_tensors``, over ``torch.distributed.checkpoint.load``; each its own checkpoint.
-memory         what a rank has resident at most while a checkpoint of another layout is loaded, beyond what it had before
-               the model was made: over its share of parameters and moments, plus the largest single parameter.
+memory         what a rank has resident at most when a checkpoint of another layout has been loaded, beyond what it had
+               before the model was made: over its share of parameters and moments, plus the largest single parameter.
 """
 
 import ctypes
@@ -346,6 +346,7 @@ class Resident(pl.Callback):
         self.growth = _status("VmHWM") - self.before
         share = sum(_local(tensor).nbytes for tensor in _tensors(trainer).values())
         self.allowed = share + max(p.numel() * p.element_size() for p in pl_module.parameters())
+        trainer.should_stop = True
 
 
 def _status(key: str) -> int:
@@ -359,7 +360,7 @@ def loaded(layout: str, source: str, tiny: str) -> tuple[float, float]:
     dims = {**LAYOUTS, "tp": TP}[layout]
     for path, sizes in ((tiny, {"n_layer": 1, "n_head": 2, "width": 32, "hidden": 32}), (source, SIZES)):
         resident = Resident()  # the first time for what is imported on the way
-        trainer = _trainer(dims, resident, max_steps=10**6, max_time={"seconds": 0})
+        trainer = _trainer(dims, resident, max_epochs=-1)
         trainer.fit(_model(**sizes), _batches(), ckpt_path=path)
     return _slowest(resident.growth / resident.allowed), _slowest(resident.allowed) / 1e6
 

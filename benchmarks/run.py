@@ -1,6 +1,6 @@
 """Measure everything that the README's table claims, and write ``RESULTS.md``: `make bench`.
 
-python benchmarks/run.py [--rounds 9] [--only startup|tax|tp]
+python benchmarks/run.py [--rounds 9] [--only startup|tax|tp|checkpoints]
 """
 
 import argparse
@@ -21,15 +21,48 @@ def _spread(ratios: tuple[float, float, float]) -> str:
     return f"{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f})"
 
 
+def _checkpoints(rows: dict[str, list[dict]]) -> list[str]:
+    said = "How long training stops for a save in the background, over copying what a rank holds; and a step meanwhile."
+    lines = ["", "## Checkpoints", "", said, ""]
+    lines += ["| layout | processes | copying, ms | stop | the first stop, over copies in new memory | step |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for row in rows["stop"]:
+        lines.append(
+            f"| {row['layout']} | {row['processes']} | {row['copy ms']:.1f} | {_spread(row['stop'])} "
+            f"| {_spread(row['first stop'])} | {_spread(row['step beside a save'])} |"
+        )
+    lines += [
+        "",
+        "Throughput over plain torch.distributed.checkpoint; ours verifies, publishes and syncs what it writes.",
+    ]
+    columns = ("state", "processes", "file system", "MB a rank", "plain save, s", "save", "plain load, s", "load")
+    lines += ["", f"| {' | '.join(columns)} | verifying every byte, over the load |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for row in rows["throughput"]:
+        lines.append(
+            f"| {row['state']} | {row['processes']} | {row['disk']} | {row['MB a rank']:.0f} "
+            f"| {row['plain save s']:.2f} | {_spread(row['save'])} | {row['plain load s']:.2f} | {_spread(row['load'])} "
+            f"| {_spread(row['verify'])} |"
+        )
+    lines += ["", "Largest resident memory of a rank that loads, over its share and the largest single parameter.", ""]
+    lines += ["| saved | loaded | processes | share and largest, MB | resident |", "|---|---|---|---|---|"]
+    for row in rows["memory"]:
+        lines.append(
+            f"| {row['saved']} | {row['loaded']} | {row['processes']} | {row['MB']:.0f} | {_spread(row['ratio'])} |"
+        )
+    return lines
+
+
 def main() -> int:
     """Measure, print, write."""
+    import checkpoints
     import framework_tax
     import startup
     import tensor_parallel
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="times that every arm is run")
-    parser.add_argument("--only", choices=("startup", "tax", "tp"), help="one of the three")
+    parser.add_argument("--only", choices=("startup", "tax", "tp", "checkpoints"), help="one of the four")
     options = parser.parse_args()
     packages = ("torch", "pytorch-lightning", "hydra-core", "wandb")
     lines = [
@@ -71,6 +104,8 @@ def main() -> int:
                 lines.append(
                     f"| {row['layout']} | {row['processes']} | {row['size']} | {row['hand ms']:.1f} | {ratios} |"
                 )
+        if options.only in (None, "checkpoints"):
+            lines += _checkpoints(checkpoints.measure(options.rounds, folder))
     text = "\n".join(lines) + "\n"
     print(text)
     if options.only is None:

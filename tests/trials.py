@@ -280,7 +280,7 @@ def _after_kill(
         assert store.last() is None, said
         done = 0
     else:
-        assert store.last() in names[-2:], said  # between the rename and the pointer it names the one before
+        assert store.last() in [None, *names][-2:], said  # between the rename and the pointer it names the one before
         done = step_of(newest)
     # Whatever was due before the last logged step is published, but for the one that was being written then.
     due = (logged - 1) // trial.every_n_steps * trial.every_n_steps

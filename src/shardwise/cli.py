@@ -191,6 +191,16 @@ def _prepare(
     if repeated is None or repeated.folder is None:
         check_writable(config.output_root)
     check_plugged_in(resolved)
+    if config.checkpoint.folder is not None:
+        from shardwise.checkpoint.store import Store
+
+        if "://" not in config.checkpoint.folder:  # wherever the next command is typed
+            config.checkpoint.folder = os.path.abspath(os.path.expanduser(config.checkpoint.folder))
+        Store(config.checkpoint.folder).check_writable()
+    if config.init_from is not None and (repeated is None or repeated.checkpoint is None):
+        from shardwise.weights.loading import check_weights
+
+        check_weights(config.init_from)
     if repeated is not None:
         notes += repeated.differences()
     job = make_job(

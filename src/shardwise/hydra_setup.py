@@ -153,5 +153,11 @@ def read_yaml(path: Path) -> Any:
 
 
 def write_yaml(path: Path, plain: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Plain containers as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")  # type: ignore[call-overload]
+    """Plain containers as YAML, under a temporary name first: a killed run is to be resumed from these files."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")  # type: ignore[call-overload]
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

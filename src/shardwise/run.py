@@ -21,15 +21,17 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from shardwise.actions import act
 from shardwise.build import build_data, build_task, notes_on
+from shardwise.checkpoint.capture import check_resumable
 from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.saving import Preempted, SaveCheckpoints
 from shardwise.config import to_plain
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import write_yaml
 from shardwise.job import Job, unwritable, write_json
-from shardwise.provenance import collect, without_secrets
+from shardwise.provenance import collect, with_attempts, without_secrets
 from shardwise.resolve import Resolved, resolve_steps
 from shardwise.signals import PREEMPTED, Stop, undisturbed
+from shardwise.slots import find_target
 from shardwise.summary import brings_optimizer, show_end
 from shardwise.tracking import JsonlLogger, WandbTracker
 from shardwise.trainer import build_trainer, check_monitors
@@ -67,11 +69,15 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     exit_code, status = 1, "failed"
     try:
-        if writer is not None:
+        if writer is not None and not job.resumed:
             writer.start()
         data = build_data(resolved, rank)
         steps = resolve_steps(resolved, data.num_train_samples)
         task = build_task(resolved, data, steps)
+        if job.checkpoint is not None:
+            _check_resumable(job, resolved, task)
+        if writer is not None and job.resumed:
+            writer.start()  # only now: a wrong word must not cost what is there
         trainer = build_trainer(job, resolved, steps, notes=notes_on(task, config), stop=stop)
         check_monitors(trainer, data)
         if job.resumed:
@@ -124,7 +130,7 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
             "metrics": {name: float(value) for name, value in values.items()},
         }
         with undisturbed():
-            if writer is not None:
+            if writer is not None and writer.record:
                 writer.finish(result, hosts=[] if trainer is None else getattr(trainer.strategy, "hosts", []))
             for logger in [] if trainer is None else trainer.loggers:
                 if isinstance(logger, WandbTracker):
@@ -150,6 +156,16 @@ def _act(job: Job, resolved: Resolved, writer: "_RunFolder | None") -> dict[str,
         if dist.is_available() and dist.is_initialized() and result["status"] == "completed":
             dist.destroy_process_group()
     return result
+
+
+def _check_resumable(job: Job, resolved: Resolved, task: pl.LightningModule) -> None:
+    """Whether what this job trains can go on from its checkpoint; reads only."""
+    assert job.checkpoint is not None
+    optimizer = None
+    if not brings_optimizer(task):
+        target = find_target("optimizer", resolved.config.optimizer, plugins=resolved.config.plugins)
+        optimizer = getattr(target, "__name__", None)
+    check_resumable(task, job.checkpoint, optimizer=optimizer, global_size=resolved.batch.global_size)
 
 
 def _cut_metrics(job: Job, trainer: pl.Trainer) -> None:
@@ -236,16 +252,16 @@ class _RunFolder:
         if self.job.parent is not None:
             self.record["parent"] = without_secrets(self.job.parent)
         if self.job.resumed:
-            self.record["attempts"] = self._earlier_attempts()
+            self.record = with_attempts(self.record, self._earlier())
+            (self.folder / "result.json").unlink(missing_ok=True)  # or a killed run would pass for what it was before
         write_json(self.folder / "provenance.json", self.record)
 
-    def _earlier_attempts(self) -> list[Any]:
-        """The records of this run before it was resumed, the first one first."""
+    def _earlier(self) -> Any:
+        """The record of this run before it was resumed; None if it cannot be read."""
         try:
-            last = json.loads((self.folder / "provenance.json").read_text(encoding="utf-8"))
+            return json.loads((self.folder / "provenance.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return []
-        return [*last.pop("attempts", []), last]
+            return None
 
     def finish(self, result: dict[str, Any], *, hosts: Sequence[str] = ()) -> None:
         """``result.json``; a value that is no number of JSON's is null. ``hosts`` are those of the ranks, in order."""

@@ -155,6 +155,8 @@ class Use:
     """Overrides and Hydra's flags."""
     repeated: Repeated
     """The configuration of the checkpoint, followed by what is typed."""
+    then: dict[str, Any]
+    """The configuration of the training."""
     mesh: dict[str, int]
     """Of the training."""
     experiment: str | None
@@ -206,6 +208,7 @@ class Use:
             options={**options, "step": step_of(found.name)},
             typed=typed,
             repeated=repeated,
+            then=state["config"],
             mesh=manifest.get("mesh", {}),
             experiment=experiment if named else None,
         )
@@ -219,17 +222,17 @@ class Use:
         config, notes = self.repeated.keep(config)
         resolved, more = self._settle(config)
         config = resolved.config
-        check_writable(config.output_root)
-        check_plugged_in(resolved)
-        from shardwise.actions import check_action
-
-        options = check_action(self.action, config, self.options)
         limit = config.trainer.limit_predict_batches
         if self.action == "predict" and limit is not None and resolved.dims.dp_size > 1:
             raise ConfigError(
                 f"trainer.limit_predict_batches={limit} on {resolved.dims.dp_size} data-parallel ranks "
                 f"would leave gaps in the order of the samples: type it on one device, or leave it out"
             )
+        check_writable(config.output_root)
+        check_plugged_in(resolved)
+        from shardwise.actions import check_action
+
+        options = check_action(self.action, config, self.options)
         experiment = self.experiment if not _typed("experiment_name", self.typed) else None
         job = make_job(
             config,
@@ -266,9 +269,10 @@ class Use:
                 notes.append(f"{where}, and not {then} as in training: type strategy= and trainer.devices= for another")
         if self.action == "generate":  # any length has to do, and there is nothing to save memory for
             strategy = replace(strategy, sequence_parallel=False)
-        for name in ("limit_val_batches", "limit_test_batches"):
-            if self.action == "eval" and getattr(now, name) not in (None, 1.0, getattr(trainer, name)):
-                notes.append(f"trainer.{name}={getattr(now, name)} of the training is left out: every sample counts")
+        for name in TRAINER:
+            limit = self.then.get("trainer", {}).get(name)
+            if name.startswith("limit") and limit not in (None, 1.0) and name not in names:
+                notes.append(f"trainer.{name}={limit} of the training is left out: every sample counts")
         config = replace(
             config,
             trainer=trainer,

@@ -21,7 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
 from shardwise.checkpoint.plain import from_plain, to_plain
+from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.tensors import read_tensors, stored_tensors
+from shardwise.data.order import step_after
 from shardwise.errors import ConfigError
 from shardwise.parallel.fsdp import reshard
 from shardwise.parallel.pieces import Pieces, pieces_of
@@ -108,6 +110,32 @@ def _shape(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape)) or "one number"
 
 
+def check_resumable(module: nn.Module, url: str, *, optimizer: str | None, global_size: int) -> None:
+    """Whether a run can go on from a checkpoint; reads only.
+
+    Args:
+        module: not laid out yet; on any device.
+        url: of the checkpoint.
+        optimizer: kind of the optimizer that is to go on; None if only the module knows.
+        global_size: samples of a step.
+
+    Raises:
+        ConfigError: another model, another optimizer, or a position in the data that is no step's border.
+    """
+    state, stored = read_state(url), stored_tensors(url)
+    check_same_model(
+        {f"model/{name}": tuple(tensor.shape) for name, tensor in plain_names(module).items()},
+        {key: shape for key, (shape, _) in stored.items() if key.startswith("model/")},
+        where=url,
+        strict=getattr(module, "strict_loading", True),
+    )
+    if state.get("samples_seen") is not None:
+        step_after(state["samples_seen"], global_size=global_size)
+    if optimizer is not None:
+        for saved in state["trainer"]["optimizers"]:
+            check_optimizer(saved, optimizer, where=url)
+
+
 # ---- the optimizer -------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +160,7 @@ def optimizer_pieces(module: nn.Module, optimizer: Optimizer, index: int) -> tup
         {**{k: v for k, v in group.items() if k != "params"}, "params": [names[p] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return pieces, {"groups": groups, "values": values}
+    return pieces, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
 
 
 def load_optimizer(
@@ -158,6 +186,7 @@ def load_optimizer(
     Raises:
         ConfigError: it is over other parameters.
     """
+    check_optimizer(saved, type(optimizer).__name__, where=url)
     names = optimizer_names(module, optimizer)
     stored, pieces = stored_tensors(url), {}
     for parameter, name in names.items():
@@ -180,12 +209,27 @@ def load_optimizer(
 
 def _state_tensor(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory for a piece of an optimizer's state: placed as the parameter if it has its shape."""
+    if dtype.is_floating_point and tuple(parameter.shape) == shape:
+        dtype = parameter.dtype  # the run may go on in another precision
     if tuple(parameter.shape) != shape or not shape:
         # A count of steps stays on the CPU, where torch keeps it.
         return torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
     if isinstance(parameter, DTensor):
         return DTensor(torch.zeros_like(parameter.to_local(), dtype=dtype), parameter._spec, requires_grad=False)
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def check_optimizer(saved: Mapping[str, Any], kind: str, *, where: str) -> None:
+    """Refuse to let one optimizer go on from the state of another.
+
+    Raises:
+        ConfigError: they are of different kinds.
+    """
+    if saved["kind"] != kind:
+        raise ConfigError(
+            f"{where} holds the state of {saved['kind']}, with which {kind} cannot go on: leave optimizer= out, or "
+            f"start a new run from its weights, without resume= and with init_from={where}"
+        )
 
 
 def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -183,6 +183,7 @@ class SaveCheckpoints(Callback):
             "format_version": FORMAT_VERSION,
             "step": step,
             "mesh": mesh,
+            "samples_seen": (plain["lightning"].get("ShardedDataModule") or {}).get("samples_seen"),
             "callback_metrics": metrics,
             **self.facts(),
             "trainer": plain,

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,17 +20,23 @@ import xxhash
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
     load,
     save,
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.futures import Future
 
 from shardwise.checkpoint.verify import checksum
 from shardwise.errors import ConfigError
@@ -39,7 +46,7 @@ INDEX = ".metadata"
 """Where torch.distributed.checkpoint keeps what is where."""
 
 BLOCK = 2**20
-"""Bytes that are collected before they are written: a tensor is written in forty pieces, most of them of a few bytes."""
+"""Bytes that are collected before they are written: torch writes a tensor in forty pieces, most of a few bytes."""
 
 FileSums = dict[str, dict[str, Any]]
 """File name -> {"bytes": size, "xxh3_128": checksum}."""
@@ -117,7 +124,7 @@ def _gather(mine: FileSums | Exception, group: dist.ProcessGroup | None) -> File
 def read_tensors(pieces: Mapping[str, Pieces], url: str, *, group: dist.ProcessGroup | None = None) -> None:
     """Fill this rank's pieces from a checkpoint of any layout; a collective over ``group``, if there is one.
 
-    One stored tensor, or a stored part of one, is in memory at a time.
+    One stored tensor, or a stored part of one, is in memory at a time, beside what is filled.
 
     Raises:
         OSError: a file cannot be read.
@@ -206,6 +213,32 @@ class _Reader(FileSystemReader):
         self._index.storage_meta.load_id = self.load_id
         return self._index
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As the base class does, but in the order of the files, and without the last tensor while the next is read."""
+        wanted: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            wanted.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
+        for name, stored in wanted.items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+                for (offset, length), items in sorted(stored.items(), key=itemgetter(0)):
+                    _fill(items, _create_file_view(stream, offset, length), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _fill(items: list[ReadItem], stream: Any, planner: LoadPlanner) -> None:
+    """Copy what is wanted of one stored tensor."""
+    tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    for item in items:
+        part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+        target = planner.resolve_tensor(item).detach()
+        if part.size() != target.size():
+            raise DamagedError(f"{item.storage_index.fqn} is stored as {tuple(part.shape)}, not {tuple(target.shape)}")
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+
 
 class _Files(FileSystemBase):
     """The files of one folder, on any file system that fsspec knows; adds up what is written to each."""
@@ -268,7 +301,7 @@ class _Files(FileSystemBase):
 
 
 class _Summing(io.RawIOBase):
-    """A stream that adds up the bytes that go through it; they are written in large blocks, the last when it is closed."""
+    """A stream that adds up the bytes that go through it. They are written in large blocks, the last by ``close``."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
