@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint proofs bench clean
+.PHONY: help setup train test lint proofs torture bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' Makefile | sort | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | \
@@ -42,6 +42,9 @@ lint: $(STAMP) ## check style, formatting and types
 
 proofs: $(STAMP) ## run the full matrices and reference runs, which take longer than the tests
 	$(RUN) -m pytest -m proofs $(ARGS)
+
+torture: $(STAMP) ## kill runs at random moments and resume them, which takes an hour or two
+	$(RUN) -m pytest -m torture $(ARGS)
 
 bench: $(STAMP) ## measure the figures in the README's table
 	$(RUN) benchmarks/run.py $(ARGS)

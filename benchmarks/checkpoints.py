@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from shardwise.checkpoint.capture import model_pieces, optimizer_pieces, plain_names
 from shardwise.checkpoint.manifest import step_name
+from shardwise.checkpoint.model_state import model_pieces, plain_names
+from shardwise.checkpoint.optimizer_state import optimizer_pieces
 from shardwise.checkpoint.saving import SaveCheckpoints
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.tensors import read_tensors

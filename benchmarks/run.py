@@ -31,18 +31,15 @@ def _checkpoints(rows: dict[str, list[dict]]) -> list[str]:
             f"| {row['layout']} | {row['processes']} | {row['copy ms']:.1f} | {_spread(row['stop'])} "
             f"| {_spread(row['first stop'])} | {_spread(row['step beside a save'])} |"
         )
-    lines += [
-        "",
-        "Throughput over plain torch.distributed.checkpoint; ours verifies, publishes and syncs what it writes.",
-    ]
+    lines += ["", "Throughput over plain torch.distributed.checkpoint; ours also verifies and publishes."]
     columns = ("state", "processes", "file system", "MB a rank", "plain save, s", "save", "plain load, s", "load")
     lines += ["", f"| {' | '.join(columns)} | verifying every byte, over the load |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for row in rows["throughput"]:
         lines.append(
             f"| {row['state']} | {row['processes']} | {row['disk']} | {row['MB a rank']:.0f} "
-            f"| {row['plain save s']:.2f} | {_spread(row['save'])} | {row['plain load s']:.2f} | {_spread(row['load'])} "
-            f"| {_spread(row['verify'])} |"
+            f"| {row['plain save s']:.2f} | {_spread(row['save'])} "
+            f"| {row['plain load s']:.2f} | {_spread(row['load'])} | {_spread(row['verify'])} |"
         )
     lines += ["", "Largest resident memory of a rank that loads, over its share and the largest single parameter.", ""]
     lines += ["| saved | loaded | processes | share and largest, MB | resident |", "|---|---|---|---|---|"]

@@ -38,18 +38,21 @@ def save_and_die(
     group = None
     if size > 1:
         os.environ.update(GLOO_SOCKET_IFNAME="lo")
-        method = f"file://{folder}.store_{first}"
+        method = f"file://{folder}.store_{first}_{die_at}"
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=60))
         group = dist.group.WORLD
     saving = SaveCheckpoints(folder, keep_last=2, keep_best=1, monitor="loss")
     saving._writer = writer = Writer(Store(folder), group=group, background=True, published=saving._tidy_up)
     if rank == 0:
-        saving._take_up(step_name(first - 1))
+        saving._finish(step_name(first - 1))
+        saving._remove_leftovers()
     done = Path(f"{folder}.done_{rank}")
     count = _count_operations(folder, die_at if rank == dies else 0)
     for step in range(first, last + 1):
         facts = {"step": step, "run_id": "r", "strategy": "fsdp", "world_size": size, "mesh": {}, "versions": {}}
-        writer.save(step_name(step), state_of(step, rank, size), {"step": step}, {**facts, "metrics": {"loss": LOSSES[step]}})
+        writer.save(
+            step_name(step), state_of(step, rank, size), {"step": step}, {**facts, "metrics": {"loss": LOSSES[step]}}
+        )
         writer.wait()
         with done.open("a") as file:
             file.write(f"{step}\n")

@@ -7,7 +7,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.capture import optimizer_names, plain_names
+from shardwise.checkpoint.model_state import plain_names
+from shardwise.checkpoint.optimizer_state import optimizer_names
 from shardwise.checkpoint.saving import SaveCheckpoints
 from shardwise.errors import ConfigError
 from training import LAYOUTS, PLANS, build_module, make_trainer, on_layout, shares, whole

@@ -1,11 +1,9 @@
-"""`kill -9` at any moment costs the steps since the last checkpoint, and nothing else: a short version of `make torture`."""
+"""`kill -9` at any moment costs the steps since the last checkpoint and nothing else; `make torture` has more of it."""
 
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +21,29 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     mark = uuid.uuid4().hex
     with Warm(mark=mark) as warm:
         yield Field(tmp_path_factory.mktemp("field"), warm, mark)
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+CALM = {"restarts": 0, "cold": False, "every_n_steps": 3, "keep_last": 2}
+TRIALS = [
+    # in the midst of a save, one device, a loader's process among those that have to go
+    Trial.of(0, kind=("one", "loader"), kills=[Kill("save", 2, 0.004, "parent", 0)], layouts=["one"] * 2, **CALM),
+    # one rank of two, in a step
+    Trial.of(1, kind=("fsdp", "text"), kills=[Kill("step", 8, 0.02, "rank", 1)], layouts=["fsdp"] * 2, **CALM),
+    # all of a run, in a save; and it goes on with one process instead of four
+    Trial.of(2, kind=("calm", "calm"), kills=[Kill("save", 2, 0.0, "group", 0)], layouts=["fsdp+tp", "one"], **CALM),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: "-".join(trial.layouts))
+def test_a_killed_run_goes_on_as_if_nothing_had_been(field: Field, trial: Trial):
+    """Lines of the metrics file, parameters, moments and random states are those of a run that nobody has killed."""
+    rows = run_trial(field, trial)
+    assert rows[0]["killed"], "it was over before it was killed"
+    assert rows[0]["published"], "there was something to go on from"
+    assert rows[-1]["from"] > 0
 
 
 # ---- a save, at every moment of it ---------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ MARK = "WARM_MARK"
 
 
 class Warm:
-    """The side of the tests: talks to the process that forks. ``mark`` is in the environment of all that comes of it."""
+    """The tests' side: talks to the process that forks. ``mark`` is in the environment of all that comes of it."""
 
     def __init__(self, *, mark: str) -> None:
         environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}

@@ -271,7 +271,8 @@ class Use:
             strategy = replace(strategy, sequence_parallel=False)
         for name in TRAINER:
             limit = self.then.get("trainer", {}).get(name)
-            if name.startswith("limit") and limit not in (None, 1.0) and name not in names:
+            all_of_them = limit is None or (isinstance(limit, float) and limit == 1.0)
+            if name.startswith("limit") and not all_of_them and name not in names:
                 notes.append(f"trainer.{name}={limit} of the training is left out: every sample counts")
         config = replace(
             config,

@@ -98,6 +98,7 @@ class SaveCheckpoints(Callback):
         """Of the last checkpoint that was begun, or from which this run goes on."""
         self._writer: Writer | None = None
         self._wish: Wish | None = None
+        self._taken_up = False
         self._last_time = 0.0
         self._trainer: Trainer | None = None
 
@@ -111,7 +112,7 @@ class SaveCheckpoints(Callback):
         self._wish = Wish(wishing)
         if trainer.is_global_zero:
             self._remove_leftovers()
-        self.saved_step = trainer.global_step
+        self.saved_step, self._taken_up = trainer.global_step, False
         self._last_time = time.monotonic()
         if self._trainer is not trainer:
             _after(trainer.fit_loop.epoch_loop, "on_advance_end", lambda: self._step_done(trainer))
@@ -120,11 +121,20 @@ class SaveCheckpoints(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_step = trainer.global_step  # after a checkpoint was loaded
-        if trainer.is_global_zero:
-            self._take_up(step_name(trainer.global_step))
+        self._take_up(trainer)
 
-    def _take_up(self, name: str) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._taken_up:  # the checkpoint is of the last step, and there was nothing to train
+            self._take_up(trainer)
+
+    def _take_up(self, trainer: Trainer) -> None:
         """Do what a crash has left to do after the newest checkpoint was published, if this run goes on from it."""
+        self._taken_up = True
+        if trainer.is_global_zero:
+            self._finish(step_name(trainer.global_step))
+
+    def _finish(self, name: str) -> None:
+        """Let ``last`` point to the newest checkpoint if that is ``name``, and remove what need not be kept."""
         assert self._writer is not None
         store = self._writer.store
         if store.names()[-1:] == [name]:
@@ -242,9 +252,7 @@ class SaveCheckpoints(Callback):
         for other in names:
             if other not in keep:
                 store.remove(other)
-        for other in store.leftovers():
-            if other != step_name(step_of(other)):  # one under its final name may have been whole, and lost its manifest
-                store.remove(other)
+        self._remove_leftovers()
 
 
 class Wish:

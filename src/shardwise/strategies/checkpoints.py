@@ -9,18 +9,10 @@ from typing import Any
 from pytorch_lightning.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.capture import (
-    Stored,
-    continue_epoch,
-    follow_schedule,
-    group_values,
-    lightning_checkpoint,
-    load_metric_states,
-    load_model,
-    load_optimizer,
-    rank_state,
-    set_random_state,
-)
+from shardwise.checkpoint.capture import continue_epoch, lightning_checkpoint
+from shardwise.checkpoint.model_state import Stored, load_model
+from shardwise.checkpoint.optimizer_state import follow_schedule, group_values, load_optimizer
+from shardwise.checkpoint.rank_state import load_metric_states, rank_state, set_random_state
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.tensors import stored_tensors
 from shardwise.parallel.state import (

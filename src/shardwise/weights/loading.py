@@ -10,9 +10,9 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import nn
 
-from shardwise.checkpoint.capture import PREFIX, check_same_model, load_model, plain_names, plain_ties
 from shardwise.checkpoint.find import POINTERS, find_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST, printable
+from shardwise.checkpoint.model_state import PREFIX, check_same_model, load_model, plain_names, plain_ties
 from shardwise.checkpoint.tensors import stored_tensors
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT

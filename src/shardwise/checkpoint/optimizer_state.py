@@ -1,0 +1,126 @@
+"""An optimizer's state by the names of its parameters, in pieces; read into any layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwise.checkpoint.model_state import plain_names
+from shardwise.checkpoint.tensors import read_tensors, stored_tensors
+from shardwise.errors import ConfigError
+from shardwise.parallel.pieces import Pieces, pieces_of
+
+
+def optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """Parameter -> its name in the plain model, for those that ``optimizer`` updates."""
+    names = {id(tensor): name for name, tensor in plain_names(module).items()}
+    return {p: names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+
+
+def optimizer_pieces(module: nn.Module, optimizer: Optimizer, index: int) -> tuple[dict[str, Pieces], dict[str, Any]]:
+    """The tensors of an optimizer's state by key, and in plain values its groups and what of its state is no tensor."""
+    pieces: dict[str, Pieces] = {}
+    values: dict[str, dict[str, Any]] = {}
+    names = optimizer_names(module, optimizer)
+    for parameter, name in names.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                pieces[f"optimizer/{index}/{name}/{key}"] = pieces_of(value)
+            else:
+                values.setdefault(name, {})[key] = value
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[p] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return pieces, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def load_optimizer(
+    module: nn.Module,
+    optimizer: Optimizer,
+    index: int,
+    *,
+    url: str,
+    saved: Mapping[str, Any],
+    now: list[dict[str, Any]],
+) -> None:
+    """Read an optimizer's state, and take over the values of its groups.
+
+    Args:
+        module: holds the parameters.
+        optimizer: to fill.
+        index: which of the run's optimizers it is.
+        url: of the checkpoint.
+        saved: what ``optimizer_pieces`` gave, with ``constructed``: the values of the groups when it was made.
+        now: the values of the groups when ``optimizer`` was made. Those that differ were changed by the user since, and
+            stay as they are.
+
+    Raises:
+        ConfigError: it is over other parameters.
+    """
+    check_optimizer(saved, type(optimizer).__name__, where=url)
+    names = optimizer_names(module, optimizer)
+    stored, pieces = stored_tensors(url), {}
+    for parameter, name in names.items():
+        state = dict(saved["values"].get(name, {}))
+        prefix = f"optimizer/{index}/{name}/"
+        for key in [key for key in stored if key.startswith(prefix) and "/" not in key[len(prefix) :]]:
+            state[key.removeprefix(prefix)] = tensor = _state_tensor(parameter, *stored[key])
+            pieces[key] = pieces_of(tensor)
+        if state:
+            optimizer.state[parameter] = state
+    then = sorted(name for group in saved["groups"] for name in group["params"])
+    if then != sorted(names.values()):
+        raise ConfigError(f"{url} has an optimizer over other parameters: {len(then)} there, {len(names)} here")
+    read_tensors(pieces, url)
+    for group, theirs, made_then, made_now in zip(
+        optimizer.param_groups, saved["groups"], saved["constructed"], now, strict=True
+    ):
+        group.update({k: v for k, v in theirs.items() if k != "params" and made_then.get(k) == made_now.get(k)})
+
+
+def _state_tensor(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for a piece of an optimizer's state: placed as the parameter if it has its shape."""
+    if dtype.is_floating_point and tuple(parameter.shape) == shape:
+        dtype = parameter.dtype  # the run may go on in another precision
+    if tuple(parameter.shape) != shape or not shape:
+        # A count of steps stays on the CPU, where torch keeps it.
+        return torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
+    if isinstance(parameter, DTensor):
+        return DTensor(torch.zeros_like(parameter.to_local(), dtype=dtype), parameter._spec, requires_grad=False)
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def check_optimizer(saved: Mapping[str, Any], kind: str, *, where: str) -> None:
+    """Refuse to let one optimizer go on from the state of another.
+
+    Raises:
+        ConfigError: they are of different kinds.
+    """
+    if saved["kind"] != kind:
+        raise ConfigError(
+            f"{where} holds the state of {saved['kind']}, with which {kind} cannot go on: leave optimizer= out, or "
+            f"start a new run from its weights, without resume= and with init_from={where}"
+        )
+
+
+def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The values of an optimizer's groups, without the parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def follow_schedule(scheduler: Any, *, optimizer: Optimizer) -> None:
+    """Let a schedule that is a function of the step (ours is) set the rates of the step that it has come to.
+
+    They are what they were unless the base rate or the schedule was changed since.
+    """
+    if type(scheduler) is not LambdaLR:
+        return
+    scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = base * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
