@@ -307,7 +307,7 @@ def _tensors(trainer: pl.Trainer) -> dict[str, Tensor]:
 
 def _pieces(trainer: pl.Trainer) -> dict[str, Pieces]:
     module = trainer.lightning_module
-    return {**model_pieces(module), **optimizer_pieces(module, _optimizer(trainer), 0)[0]}
+    return {**model_pieces(names := plain_names(module)), **optimizer_pieces(names, _optimizer(trainer), 0)[0]}
 
 
 def measured(layout: str, rounds: int, folder: str, throughput: dict[str, str]) -> tuple[dict, dict]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint import filesystems
-from shardwise.checkpoint import tensors as tensor_files
+from shardwise.checkpoint.files import SummingStream
 from shardwise.checkpoint.manifest import step_name
 from shardwise.checkpoint.saving import SaveCheckpoints
 from shardwise.checkpoint.store import Store
@@ -22,7 +22,6 @@ from shardwise.parallel.pieces import Pieces
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link"}
 WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 ROWS = 4
-MANY = 40
 LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 6.0}
 """By step; the best of those that a retention of the last two would drop is the second."""
 
@@ -76,7 +75,7 @@ def state_of(step: int, rank: int, size: int) -> dict[str, Pieces]:
 
 def _count_operations(folder: str, die_at: int) -> Callable[[], int]:
     """Count what changes files below a folder, half-written files included; die before one of these changes."""
-    count = writes = 0
+    count = 0
 
     def operation(halfway: Callable[[], Any] = lambda: None) -> None:
         nonlocal count
@@ -98,18 +97,15 @@ def _count_operations(folder: str, die_at: int) -> Callable[[], int]:
 
     def half(stream: Any, data: Any) -> Callable[[], None]:
         def write() -> None:
-            view = memoryview(data).cast("B")
+            view = memoryview(bytes(data))
             stream.write(view[: len(view) // 2])
             stream.flush()
 
         return write
 
-    def write_some(self: Any, data: Any) -> int:
-        nonlocal writes
-        writes += 1
-        if writes % MANY == 1:  # an archive is written in many small parts, and a torn file is a torn file
-            operation(half(self._stream, data))
-        return summed_write(self, data)
+    def pass_on(self: Any) -> None:
+        operation(half(self._stream, self._collected))
+        passed_on(self)
 
     def write_file(path: str, data: bytes) -> None:
         operation(lambda: Path(path).write_bytes(data[: len(data) // 2]))
@@ -119,7 +115,7 @@ def _count_operations(folder: str, die_at: int) -> Callable[[], int]:
         operation()
         fsync(descriptor)
 
-    summed_write, whole_write, fsync = tensor_files._Summing.write, filesystems._write, os.fsync
-    tensor_files._Summing.write, filesystems._write, os.fsync = write_some, write_file, sync  # type: ignore[method-assign]
+    passed_on, whole_write, fsync = SummingStream._pass_on, filesystems._write, os.fsync
+    SummingStream._pass_on, filesystems._write, os.fsync = pass_on, write_file, sync  # type: ignore[method-assign]
     sys.addaudithook(hook)
     return lambda: count

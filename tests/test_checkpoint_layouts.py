@@ -21,7 +21,7 @@ def contents(trainer: Any, module: Any) -> dict[str, Tensor]:
     """Everything that is to come back, whole: parameters, buffers, and each tensor of the optimizer's state."""
     optimizer = getattr(trainer.optimizers[0], "_optimizer", trainer.optimizers[0])
     found = {name: whole(tensor) for name, tensor in plain_names(module).items()}
-    for parameter, name in optimizer_names(module, optimizer).items():
+    for parameter, name in optimizer_names(plain_names(module), optimizer).items():
         found |= {f"{name}/{key}": whole(value) for key, value in optimizer.state[parameter].items()}
     return found if trainer.global_rank == 0 else {}
 

@@ -103,6 +103,7 @@ def remove(path: Path) -> None:
 
 
 KINDS: list[Callable[[Path], None]] = [truncate, empty, flip, remove]
+MORE = pytest.mark.torture
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json", "manifest.json"]
 
 
@@ -111,7 +112,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(truncate, marks=MORE), pytest.param(empty, marks=MORE), flip, remove])
 def test_a_damaged_file_is_named_and_the_older_checkpoint_used(
     field: Field, saved: Path, launched: list[Job], kind: Callable[[Path], None], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -161,7 +162,8 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_an_older_one(
     assert f"{NAMES[2]} (" in out
     assert lines(folder / "metrics.jsonl") == lines(longer / "metrics.jsonl")
     last = "step_00000008"
-    assert difference(f"{folder}/checkpoints/{last}", f"{longer}/checkpoints/{last}") == []
+    # Beside that, a run that is made longer counts the epoch in whose midst it had ended.
+    assert set(difference(f"{folder}/checkpoints/{last}", f"{longer}/checkpoints/{last}")) <= {"state.json"}
     store = Store(folder / "checkpoints")
     assert store.last() == last
     assert [name for name in store.names() if store.problems(name)] == []
@@ -207,7 +209,10 @@ def check_failed(field: Field, errors: str, store: Store, folder: Path, whole: l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "background"), [([], "true"), (TWO, "false"), (TWO, "true")])
+@pytest.mark.parametrize(
+    ("layout", "background"),
+    [pytest.param([], "true", marks=MORE), pytest.param(TWO, "false", marks=MORE), (TWO, "true")],
+)
 def test_a_limit_in_the_midst_of_a_save(field: Field, tmp_path: Path, layout: list[str], background: str):
     """No file may grow to the size of a checkpoint's; then it may, and the run goes on where it was."""
     typed = [*TYPED, *layout, f"checkpoint.background={background}", "model.width=64"]
@@ -227,7 +232,7 @@ def test_a_limit_in_the_midst_of_a_save(field: Field, tmp_path: Path, layout: li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("background", ["false", "true"])
+@pytest.mark.parametrize("background", [pytest.param("false", marks=MORE), "true"])
 def test_a_full_disk_in_the_midst_of_a_save(field: Field, tmp_path: Path, background: str):
     """The second checkpoint does not fit beside the first; then somebody makes space, and the run goes on."""
     disk = tmp_path / "disk"

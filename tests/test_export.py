@@ -14,10 +14,10 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 from shardwise.__main__ import main
-from shardwise.checkpoint import destination
 from shardwise.checkpoint.saving import SaveCheckpoints
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT
+from shardwise.weights import destination
 from shardwise.weights import export as exporting
 from shardwise.weights.export import export
 from shardwise.weights.loading import InitFrom, check_weights, load_weights
@@ -190,7 +190,7 @@ def test_whole_numbers_keep_their_dtype(tmp_path: Path) -> None:
 
 def saved_model(model: nn.Module, folder: Path, **state: Any) -> str:
     """A checkpoint that holds nothing but a model."""
-    from shardwise.checkpoint.capture import model_pieces
+    from shardwise.checkpoint.model_state import model_pieces, plain_names
     from shardwise.checkpoint.store import Store
     from shardwise.checkpoint.writer import Writer
 
@@ -205,7 +205,7 @@ def saved_model(model: nn.Module, folder: Path, **state: Any) -> str:
         "versions": {},
     }
     writer = Writer(Store(str(folder)), group=None, background=False, published=lambda name: None)
-    writer.save("step_00000001", model_pieces(model), facts, manifest)
+    writer.save("step_00000001", model_pieces(plain_names(model)), facts, manifest)
     writer.wait()
     return str(folder)
 

@@ -16,7 +16,8 @@ LAYERS = (
     {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup"},
     {"parallel", "lr_scaling", "schedules", "resolve"},
     {"models", "data", "optim", "slots"},
-    {"checkpoint", "weights", "strategies", "module", "tracking", "provenance", "progress", "generation", "predictions"},
+    {"checkpoint", "weights", "strategies", "module", "tracking", "provenance", "progress"}
+    | {"generation", "predictions"},
     {"job", "signals", "rerun", "build", "trainer", "run", "worker", "launch", "sweep", "summary", "cli", "__main__"}
     | {"actions", "use"},
 )

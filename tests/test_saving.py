@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from shardwise.checkpoint import tensors, writer
+from shardwise.checkpoint import files, writer
+from shardwise.checkpoint.index import StoredTensors
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.saving import Preempted, SaveCheckpoints, Wish
 from shardwise.checkpoint.store import Store
@@ -175,15 +176,15 @@ def test_an_error_of_the_thread_is_raised_in_the_training(tmp_path, monkeypatch)
 
 def fails_on_the_second(folder: str) -> str:
     if os.environ["RANK"] == "1":
-        inner = tensors._Summing.write
-        tensors._Summing.write = _no_space  # type: ignore[method-assign]
+        inner = files.SummingStream.write
+        files.SummingStream.write = _no_space  # type: ignore[method-assign]
     try:
         fit(folder, "fsdp2", every_n_steps=2)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         if os.environ["RANK"] == "1":
-            tensors._Summing.write = inner  # type: ignore[method-assign]
+            files.SummingStream.write = inner  # type: ignore[method-assign]
     return "went on"
 
 
@@ -232,7 +233,7 @@ def test_a_checkpoint_can_be_read_by_torchs_own_tools(tmp_path):
     """And nothing in it is pickled but torch.distributed.checkpoint's index."""
     fit(str(tmp_path), at_end=True)
     folder = Path(tmp_path) / f"step_{STEPS:08d}"
-    name, (shape, dtype) = next(iter(tensors.stored_tensors(str(folder)).items()))
+    name, (shape, dtype) = next(iter(StoredTensors(str(folder)).items()))
     found: dict[str, Any] = {name: torch.zeros(shape, dtype=dtype)}
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         dcp.load(found, checkpoint_id=folder)

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from checkout import ROOT
+from shardwise.checkpoint.index import StoredTensors
 from shardwise.checkpoint.manifest import step_of
 from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.store import Store
-from shardwise.checkpoint.tensors import read_tensors, stored_tensors
+from shardwise.checkpoint.tensors import read_tensors
 from shardwise.parallel.pieces import Pieces
 from warm import MARK, Started, Warm
 
@@ -455,7 +456,7 @@ def _first_difference(mine: list[Any], theirs: list[Any]) -> str:
 
 def tensors(url: str) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    whole = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in stored_tensors(url).items()}
+    whole = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in StoredTensors(url).items()}
     read_tensors({key: Pieces(t.shape, {(0,) * t.dim(): t}, t.dtype) for key, t in whole.items()}, url)
     return whole
 

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable, Sized
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -121,8 +120,6 @@ def act(job: Job, resolved: Resolved, rank: int) -> dict[str, Any]:
     exit_code = 1
     try:
         data = build_data(resolved, rank)
-        # The position in the stream of training is of no use here, and need not fit the sizes of here.
-        data.load_state_dict = MethodType(_load_inner_state, data)  # type: ignore[method-assign]
         steps = Steps(None, None, total=1, scheduled=1, val_check_interval=None)
         task = build_task(resolved, data, steps)
         trainer = build_trainer(job, resolved, steps)
@@ -139,10 +136,6 @@ def act(job: Job, resolved: Resolved, rank: int) -> dict[str, Any]:
         for logger in [] if trainer is None else trainer.loggers:
             if isinstance(logger, WandbTracker):
                 logger.finish(exit_code)
-
-
-def _load_inner_state(data: ShardedDataModule, state: dict[str, Any]) -> None:
-    data.inner.load_state_dict(state["inner"])
 
 
 def _eval(job: Job, trainer: pl.Trainer, task: pl.LightningModule, data: ShardedDataModule) -> dict[str, Any]:

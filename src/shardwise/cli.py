@@ -35,18 +35,18 @@ def train(argv: Sequence[str] | None = None) -> int:
         print(help_page())
         return 0
     if not is_launched_rank():
-        return _status_of(lambda: _compose(argv))
+        return status_of(lambda: _compose(argv))
     from shardwise.signals import die_with_parent
 
     die_with_parent()
     if os.environ["RANK"] != "0":
         from shardwise.launch import hear_from_rank_zero
 
-        return _status_of(hear_from_rank_zero, rank_zero=False)
-    return _status_of(lambda: _compose_for_ranks(argv))
+        return status_of(hear_from_rank_zero, rank_zero=False)
+    return status_of(lambda: _compose_for_ranks(argv))
 
 
-def _status_of(action: Any, *, rank_zero: bool = True) -> int:
+def status_of(action: Any, *, rank_zero: bool = True) -> int:
     """Run ``action``; what goes wrong is printed as it deserves, and becomes an exit status."""
     full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     try:
@@ -150,7 +150,7 @@ def _experiment_folder(argv: list[str]) -> Path:
     flags = [] if own is None else ["--config-dir", own]  # --cfg and --info are for what is found
 
     def find(config: Config, overrides: list[str], choices: dict[str, Any]) -> None:
-        folders.append(Path(config.output_root).absolute() / _experiment(config, choices))
+        folders.append(Path(config.output_root).absolute() / experiment_of(config, choices))
 
     run_hydra(find, [*flags, *check_flags(argv)[1]])
     return folders[0]
@@ -186,7 +186,7 @@ def _prepare(
         if done := repeated.done(config):
             print(done)
             return None
-    experiment = _experiment(config, choices)
+    experiment = experiment_of(config, choices)
     resolved = resolve(config)
     if repeated is None or repeated.folder is None:
         check_writable(config.output_root)
@@ -214,7 +214,7 @@ def _prepare(
     return job if repeated is None else repeated.applied(job)
 
 
-def _experiment(config: Config, choices: dict[str, Any]) -> str:
+def experiment_of(config: Config, choices: dict[str, Any]) -> str:
     name = config.experiment_name or choices.get("experiment") or choices.get("data") or "default"
     if str(name).strip() in ("", ".", ".."):
         raise ConfigError(f"experiment_name={name}: the name of a folder is needed, such as experiment_name=first_try")
@@ -264,7 +264,7 @@ def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: 
         make_job(
             config,
             one.world,
-            experiment=_experiment(config, choices),
+            experiment=experiment_of(config, choices),
             overrides=overrides,
             command=["python", *sys.orig_argv[1:]],
             run_id=f"{folder.name}-{number}",

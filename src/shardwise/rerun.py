@@ -68,7 +68,7 @@ class Repeated:
         Raises:
             ConfigError: what is named is no run and no checkpoint, cannot be read, holds nothing to resume, or runs.
         """
-        named = [argument for argument in argv if "=" in argument and _key(argument) in WORDS]
+        named = [argument for argument in argv if "=" in argument and key_of(argument) in WORDS]
         if not named:
             return None
         if named[0][0] in "+~ ":
@@ -84,7 +84,7 @@ class Repeated:
             accepted = "a run folder" if verb == "rerun" else "a run folder, a checkpoint, or last"
             raise ConfigError(f"{named[0]}: {accepted} is needed, such as {verb}=outputs/<experiment>/<run id>")
         typed = [argument for argument in argv if argument != named[0]]
-        if verb == "resume" and "init_from" in map(_key, typed):
+        if verb == "resume" and "init_from" in map(key_of, typed):
             raise ConfigError(f"init_from= beside {named[0]}: a checkpoint brings the weights, leave one of them out")
         if named[0] == "resume=last":
             assert experiment_folder is not None
@@ -93,6 +93,8 @@ class Repeated:
         if folder is None:  # a checkpoint, or nothing
             return _from_checkpoint(named[0], text, typed)
         repeated = _of_folder(named[0], folder, typed)
+        if (action := (repeated.record or {}).get("action", "train")) != "train":
+            raise ConfigError(f"{named[0]} is of {action}, which trains nothing: name the run that it used")
         return repeated if verb == "rerun" else _continued(repeated, folder)
 
     @property
@@ -106,7 +108,7 @@ class Repeated:
         if self.completed is None:
             return None
         asked = 0 if config is None else config.trainer.max_steps
-        if any(_key(line) in LENGTHS for line in self.typed) and not 0 < asked <= self.completed:
+        if any(key_of(line) in LENGTHS for line in self.typed) and not 0 < asked <= self.completed:
             return None
         steps = f"{self.completed:,} step{'' if self.completed == 1 else 's'}"
         return (
@@ -120,7 +122,7 @@ class Repeated:
 
         then = {key: value for key, value in self.config.items() if key not in ("derived", "plugins")}
         now, asked, notes = _flat(compose_plain(self.stored)), to_plain(config), []
-        flat_asked, whose, typed = _flat(asked), _whose(self), tuple(f"{_key(line)}." for line in self.typed)
+        flat_asked, whose, typed = _flat(asked), _whose(self), tuple(f"{key_of(line)}." for line in self.typed)
         for key, value in _flat(then).items():
             name = ".".join(key)
             if key not in now:
@@ -188,7 +190,7 @@ def _replaces(line: str, other: str) -> bool:
     if line.startswith(("-", "~")) or other.startswith(("-", "~")) or "=" not in line or "=" not in other:
         return False
     mapping = any(text.partition("=")[2].lstrip(" '\"").startswith("{") for text in (line, other))
-    return _key(line) == _key(other) and not mapping
+    return key_of(line) == key_of(other) and not mapping
 
 
 # ---- from a run folder ---------------------------------------------------------------------------------------------
@@ -240,28 +242,28 @@ def _of_folder(word: str, folder: Path, typed: list[str]) -> Repeated:
     return Repeated(
         word=word,
         typed=typed,
-        stored=_admitted(stored, typed, source=str(folder / "overrides.yaml")),
+        stored=admitted(stored, typed, source=str(folder / "overrides.yaml")),
         config={str(key): value for key, value in config.items()},
         record=record if isinstance(record, dict) else None,
     )
 
 
-def _admitted(stored: Any, typed: Sequence[str], *, source: str) -> list[str]:
+def admitted(stored: Any, typed: Sequence[str], *, source: str) -> list[str]:
     """The overrides of then that may be said again.
 
     Which packages may be named, and where to look for files, is the user's word, not a folder's.
     """
     if not isinstance(stored, list) or not all(isinstance(line, str) for line in stored):
         raise ConfigError(f"{source} is damaged: a list of overrides is expected")
-    keys = {_key(line) for line in typed}
+    keys = {key_of(line) for line in typed}
     admitted = [
         line
         for line in map(str.strip, stored)
-        if not line.startswith("-") and re.split("[./@]", _key(line))[0] not in ("plugins", "hydra", *WORDS)
+        if not line.startswith("-") and re.split("[./@]", key_of(line))[0] not in ("plugins", "hydra", *WORDS)
     ]
     for line in admitted:
-        if MASK in line and _key(line) not in keys:
-            raise ConfigError(f"{_key(line)} is a secret that {source} does not hold: type {_key(line)}=... again")
+        if MASK in line and key_of(line) not in keys:
+            raise ConfigError(f"{key_of(line)} is a secret that {source} does not hold: type {key_of(line)}=... again")
     return [line for line in admitted if MASK not in line]
 
 
@@ -358,7 +360,7 @@ def _from_checkpoint(word: str, text: str, typed: list[str]) -> Repeated:
     return Repeated(
         word=word,
         typed=typed,
-        stored=_admitted(state.get("overrides"), typed, source=f"{url}/state.json"),
+        stored=admitted(state.get("overrides"), typed, source=f"{url}/state.json"),
         config=config,
         record={"versions": versions} if isinstance(versions, dict) else None,
         checkpoint=url,
@@ -394,7 +396,7 @@ def _listed(items: Sequence[str]) -> str:
     return ", ".join([*items[:SHOWN], *([f"{more} more"] if more > 0 else [])])
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
     """The key that an override is about: ``a.b`` of ``+a.b=c``."""
     return override.lstrip("+~ ").partition("=")[0].strip()
 

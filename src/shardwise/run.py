@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import pytorch_lightning as pl
@@ -100,7 +101,9 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     except Preempted as preempted:
         exit_code, status = PREEMPTED, "preempted"
         if rank == 0:
-            print(f"\n{preempted}", flush=True)
+            # A worker's signal is its parent's word; the user's own was acknowledged when it came.
+            why = "on request" if preempted.reason in Signals.__members__ else f"by {preempted.reason}"
+            print(f"\nended {why}, with a checkpoint of its last step", flush=True)
     except MisconfigurationException as error:
         raise ConfigError(f"Lightning refuses: {' '.join(str(error).split())}") from error
     except RuntimeError as error:

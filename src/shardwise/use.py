@@ -18,12 +18,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.cli import USER_ERROR, _experiment, _status_of, check_plugged_in
+from shardwise.cli import USER_ERROR, check_plugged_in, experiment_of, status_of
 from shardwise.config import BatchConfig, CheckpointConfig, Config, LRScalingConfig, ScheduleConfig, TrainerConfig
 from shardwise.errors import ConfigError
 from shardwise.groups import GROUPS, WORDS
 from shardwise.job import Job, check_writable, in_run_folder, make_job
-from shardwise.rerun import Repeated, _admitted, _key
+from shardwise.rerun import Repeated, admitted, key_of
 from shardwise.resolve import Resolved, check_steps, find_dims, find_world, is_launched_rank, resolve_in
 
 LAYOUT = ("strategy", "nodes", "trainer.devices", "trainer.num_nodes", "launch")
@@ -113,8 +113,8 @@ def main(action: str, argv: Sequence[str] | None = None) -> int:
         if os.environ["RANK"] != "0":
             from shardwise.launch import hear_from_rank_zero
 
-            return _status_of(hear_from_rank_zero, rank_zero=False)
-    return _status_of(lambda: _start(action, argv, launched=launched))
+            return status_of(hear_from_rank_zero, rank_zero=False)
+    return status_of(lambda: _start(action, argv, launched=launched))
 
 
 def _start(action: str, argv: list[str], *, launched: bool) -> int:
@@ -187,15 +187,15 @@ class Use:
         state = _state(found.store.url, found.name)
         manifest = found.store.manifest(found.name)
         run_id, versions = printable(manifest.get("run_id")), manifest.get("versions", {})
-        replaced = [_key(line) for line in typed if _key(line) in GROUPS]
+        replaced = [key_of(line) for line in typed if key_of(line) in GROUPS]
         left_out = (*LAYOUT, *TRAINING, *replaced, "trainer", "logger")
         stored = state.get("overrides")
         if isinstance(stored, list):
-            stored = [line for line in stored if not isinstance(line, str) or _kept(_key(line), left_out)]
+            stored = [line for line in stored if not isinstance(line, str) or _kept(key_of(line), left_out)]
         repeated = Repeated(
             word=text,
             typed=typed,
-            stored=_admitted(stored, typed, source=f"{printable(found.url)}/state.json"),
+            stored=admitted(stored, typed, source=f"{printable(found.url)}/state.json"),
             config=_without(state["config"], left_out),
             record={"versions": versions},
             checkpoint=found.url,
@@ -237,7 +237,7 @@ class Use:
         job = make_job(
             config,
             resolved.world,
-            experiment=experiment or _experiment(config, choices),
+            experiment=experiment or experiment_of(config, choices),
             overrides=overrides,
             command=["python", *sys.orig_argv[1:]],
             notes=[*notes, *more, *self._differences()],
@@ -306,7 +306,7 @@ def _eval_size(batch: BatchConfig, mesh: dict[str, int]) -> int:
 def _check_typed(action: str, typed: list[str]) -> None:
     """Refuse words that mean nothing without training."""
     for line in typed:
-        key = _key(line)
+        key = key_of(line)
         if line in ("-m", "--multirun"):
             raise ConfigError(f"{line}: {action} does one thing at a time; type it once for each")
         if "=" not in line and not line.startswith(("-", "~")):
@@ -366,7 +366,7 @@ def _state(url: str, name: str) -> dict[str, Any]:
 
 def _typed(key: str, typed: Sequence[str]) -> bool:
     """Whether a key, one below it, or the group that it is in is typed."""
-    keys = [_key(line) for line in typed if "=" in line]
+    keys = [key_of(line) for line in typed if "=" in line]
     return any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in keys)
 
 

@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.trainer import call
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.model_state import Stored, check_same_model, model_pieces, plain_names, plain_ties
+from shardwise.checkpoint.index import StoredTensors
+from shardwise.checkpoint.model_state import check_stored_model, model_pieces, plain_names, plain_ties
 from shardwise.checkpoint.optimizer_state import check_optimizer, optimizer_pieces
 from shardwise.checkpoint.plain import from_plain, to_plain
 from shardwise.checkpoint.rank_state import between_epochs, metric_states, random_state
 from shardwise.checkpoint.reader import read_state
-from shardwise.checkpoint.tensors import read_tensors, stored_tensors
+from shardwise.checkpoint.tensors import read_below
 from shardwise.data.order import step_after
 from shardwise.errors import ConfigError
 from shardwise.parallel.pieces import Pieces, pieces_of
@@ -38,13 +38,8 @@ def check_resumable(module: nn.Module, url: str, *, optimizer: str | None, globa
     Raises:
         ConfigError: another model, another optimizer, or a position in the data that is no step's border.
     """
-    state, stored = read_state(url), stored_tensors(url)
-    check_same_model(
-        {f"model/{name}": tuple(tensor.shape) for name, tensor in plain_names(module).items()},
-        {key: shape for key, (shape, _) in stored.items() if key.startswith("model/")},
-        where=url,
-        strict=getattr(module, "strict_loading", True),
-    )
+    state = read_state(url)
+    check_stored_model(module, StoredTensors(url), strict=getattr(module, "strict_loading", True))
     if state.get("samples_seen") is not None:
         step_after(state["samples_seen"], global_size=global_size)
     if optimizer is not None:
@@ -63,7 +58,8 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
         ConfigError: a module, data module or callback keeps something that is neither plain nor a tensor.
     """
     module, rank = trainer.lightning_module, trainer.global_rank
-    pieces = model_pieces(module)
+    names = plain_names(module)
+    pieces = model_pieces(names)
     plain: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
@@ -73,7 +69,7 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
     }
     optimizers = []
     for index, optimizer in enumerate(trainer.optimizers):
-        own, values = optimizer_pieces(module, getattr(optimizer, "_optimizer", optimizer), index)
+        own, values = optimizer_pieces(names, getattr(optimizer, "_optimizer", optimizer), index)
         pieces |= own
         optimizers.append({**values, "constructed": constructed[index]})
     pieces |= {f"random/{rank}/{name}": pieces_of(own) for name, own in random_state().items()}
@@ -92,7 +88,7 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
     extra: dict[str, Tensor] = {}
     state = {
         "lightning": to_plain(hooks, extra, at="extra"),
-        "tied": plain_ties(module),
+        "tied": plain_ties(module, names),
         "optimizers": to_plain(optimizers, extra, at="extra/optimizers"),
     }
     # What a hook keeps may differ between ranks: that of the first counts, as in Lightning.
@@ -117,25 +113,22 @@ def _loop_state(trainer: Trainer) -> dict[str, Any]:
     return state
 
 
-def lightning_checkpoint(state: Mapping[str, Any], url: str, stored: Stored) -> dict[str, Any]:
+def lightning_checkpoint(state: Mapping[str, Any], stored: StoredTensors) -> dict[str, Any]:
     """What Lightning takes for a loaded checkpoint: all but the model and the optimizers, which are read in parts.
 
     Args:
         state: the plain part, as ``capture`` gave it.
-        url: of the checkpoint.
-        stored: what it holds.
+        stored: the checkpoint.
 
     Raises:
         ConfigError: ``state`` is damaged.
     """
-    keys = [key for key in stored if key.startswith("extra/")]
-    tensors = {key: torch.empty(stored[key][0], dtype=stored[key][1]) for key in keys}
-    read_tensors({key: pieces_of(tensor) for key, tensor in tensors.items()}, url)
+    tensors = read_below("extra/", stored)
     try:
         checkpoint = from_plain(state["lightning"], tensors.__getitem__)
         optimizers = from_plain(state["optimizers"], tensors.__getitem__)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{url}/state.json is damaged: {error!r}") from error
+        raise ConfigError(f"{stored.url}/state.json is damaged: {error!r}") from error
     return {**checkpoint, "state_dict": {}, "optimizer_states": optimizers}
 
 

@@ -120,7 +120,7 @@ def _state(store: Store, name: str) -> dict[str, Any]:
 
 def _tensors(url: str) -> tuple[dict[str, dict[str, Any]], str | None]:
     """Key -> shape, dtype and bytes; and what is wrong, if they cannot be read."""
-    from shardwise.checkpoint.tensors import stored_tensors
+    from shardwise.checkpoint.index import StoredTensors
 
     try:
         return {
@@ -130,7 +130,7 @@ def _tensors(url: str) -> tuple[dict[str, dict[str, Any]], str | None]:
                 "elements": math.prod(shape),
                 "bytes": math.prod(shape) * dtype.itemsize,
             }
-            for key, (shape, dtype) in sorted(stored_tensors(url).items())
+            for key, (shape, dtype) in sorted(StoredTensors(url).items())
         }, None
     except FileNotFoundError:
         return {}, "the index of tensors is missing"

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.tensors import read_tensors, stored_tensors
+from shardwise.checkpoint.index import StoredTensors
+from shardwise.checkpoint.tensors import read_tensors
 from shardwise.errors import ConfigError
 from shardwise.parallel.fsdp import reshard
 from shardwise.parallel.pieces import Pieces, pieces_of
@@ -13,9 +13,6 @@ from shardwise.parallel.state import tied_names
 
 PREFIX = "model."
 """Of every name in a LightningModule that is a wrapper around one plain model."""
-
-Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Key -> shape and format of what a checkpoint holds."""
 
 
 def plain_names(module: nn.Module) -> dict[str, Tensor]:
@@ -25,36 +22,42 @@ def plain_names(module: nn.Module) -> dict[str, Tensor]:
     """
     reshard(module)
     tensors: dict[str, Tensor] = dict(module.named_parameters())
-    persistent = module.state_dict().keys()
+    persistent = module.state_dict(keep_vars=True).keys()  # without the way through each DTensor
     tensors |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
     if tensors and all(name.startswith(PREFIX) for name in tensors):
         return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     return tensors
 
 
-def plain_ties(module: nn.Module) -> list[list[str]]:
+def plain_ties(module: nn.Module, names: Mapping[str, Tensor] | None = None) -> list[list[str]]:
     """The names, in the plain model, of each parameter that has several; the first is the one it is stored under."""
-    ties, stored = tied_names(module), plain_names(module)
-    if all(first in stored for first, *_ in ties):
+    names, ties = plain_names(module) if names is None else names, tied_names(module)
+    if all(first in names for first, *_ in ties):
         return ties
-    return [[name.removeprefix(PREFIX) for name in names] for names in ties]
+    return [[name.removeprefix(PREFIX) for name in several] for several in ties]
 
 
-def model_pieces(module: nn.Module) -> dict[str, Pieces]:
-    """Key in a checkpoint -> what this rank holds of the model."""
-    return {f"model/{name}": pieces_of(tensor) for name, tensor in plain_names(module).items()}
+def model_pieces(names: Mapping[str, Tensor]) -> dict[str, Pieces]:
+    """Key in a checkpoint -> what this rank holds, out of ``plain_names``."""
+    return {f"model/{name}": pieces_of(tensor) for name, tensor in names.items()}
 
 
-def load_model(module: nn.Module, url: str, *, strict: bool = True) -> None:
+def load_model(module: nn.Module, stored: StoredTensors, *, strict: bool = True) -> None:
     """Read the model of a checkpoint into the parts that this rank holds.
 
     Raises:
         ConfigError: the checkpoint is of another model; says what is missing, what is new, and what has another shape.
     """
-    pieces, stored = model_pieces(module), stored_tensors(url)
+    check_stored_model(module, stored, strict=strict)
+    pieces = model_pieces(plain_names(module))
+    read_tensors({key: value for key, value in pieces.items() if key in stored}, stored)
+
+
+def check_stored_model(module: nn.Module, stored: StoredTensors, *, strict: bool = True) -> None:
+    """Whether a checkpoint holds this model, laid out or not, on any device; see ``check_same_model``."""
+    wanted = {f"model/{name}": tuple(tensor.shape) for name, tensor in plain_names(module).items()}
     present = {key: shape for key, (shape, _) in stored.items() if key.startswith("model/")}
-    check_same_model({key: tuple(p.shape) for key, p in pieces.items()}, present, where=url, strict=strict)
-    read_tensors({key: value for key, value in pieces.items() if key in present}, url)
+    check_same_model(wanted, present, where=stored.url, strict=strict)
 
 
 def check_same_model(

@@ -9,23 +9,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardwise.checkpoint.index import StoredTensors
 from shardwise.checkpoint.model_state import plain_names
-from shardwise.checkpoint.tensors import read_tensors, stored_tensors
+from shardwise.checkpoint.tensors import read_tensors
 from shardwise.errors import ConfigError
 from shardwise.parallel.pieces import Pieces, pieces_of
 
 
-def optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
-    """Parameter -> its name in the plain model, for those that ``optimizer`` updates."""
-    names = {id(tensor): name for name, tensor in plain_names(module).items()}
+def optimizer_names(named: Mapping[str, Tensor], optimizer: Optimizer) -> dict[Tensor, str]:
+    """Parameter -> its name, out of ``plain_names``, for those that ``optimizer`` updates."""
+    names = {id(tensor): name for name, tensor in named.items()}
     return {p: names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
 
 
-def optimizer_pieces(module: nn.Module, optimizer: Optimizer, index: int) -> tuple[dict[str, Pieces], dict[str, Any]]:
+def optimizer_pieces(
+    named: Mapping[str, Tensor], optimizer: Optimizer, index: int
+) -> tuple[dict[str, Pieces], dict[str, Any]]:
     """The tensors of an optimizer's state by key, and in plain values its groups and what of its state is no tensor."""
     pieces: dict[str, Pieces] = {}
     values: dict[str, dict[str, Any]] = {}
-    names = optimizer_names(module, optimizer)
+    names = optimizer_names(named, optimizer)
     for parameter, name in names.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -44,7 +47,7 @@ def load_optimizer(
     optimizer: Optimizer,
     index: int,
     *,
-    url: str,
+    stored: StoredTensors,
     saved: Mapping[str, Any],
     now: list[dict[str, Any]],
 ) -> None:
@@ -54,7 +57,7 @@ def load_optimizer(
         module: holds the parameters.
         optimizer: to fill.
         index: which of the run's optimizers it is.
-        url: of the checkpoint.
+        stored: the checkpoint.
         saved: what ``optimizer_pieces`` gave, with ``constructed``: the values of the groups when it was made.
         now: the values of the groups when ``optimizer`` was made. Those that differ were changed by the user since, and
             stay as they are.
@@ -62,21 +65,26 @@ def load_optimizer(
     Raises:
         ConfigError: it is over other parameters.
     """
-    check_optimizer(saved, type(optimizer).__name__, where=url)
-    names = optimizer_names(module, optimizer)
-    stored, pieces = stored_tensors(url), {}
-    for parameter, name in names.items():
-        state = dict(saved["values"].get(name, {}))
-        prefix = f"optimizer/{index}/{name}/"
-        for key in [key for key in stored if key.startswith(prefix) and "/" not in key[len(prefix) :]]:
-            state[key.removeprefix(prefix)] = tensor = _state_tensor(parameter, *stored[key])
-            pieces[key] = pieces_of(tensor)
-        if state:
-            optimizer.state[parameter] = state
+    check_optimizer(saved, type(optimizer).__name__, where=stored.url)
+    names = optimizer_names(plain_names(module), optimizer)
     then = sorted(name for group in saved["groups"] for name in group["params"])
     if then != sorted(names.values()):
-        raise ConfigError(f"{url} has an optimizer over other parameters: {len(then)} there, {len(names)} here")
-    read_tensors(pieces, url)
+        raise ConfigError(f"{stored.url} has an optimizer over other parameters: {len(then)} there, {len(names)} here")
+    keys: dict[str, list[str]] = {}
+    for key in stored:
+        owner, _, kind = key.removeprefix(f"optimizer/{index}/").rpartition("/")
+        if key.startswith(f"optimizer/{index}/"):
+            keys.setdefault(owner, []).append(kind)
+    pieces = {}
+    for parameter, name in names.items():
+        state = dict(saved["values"].get(name, {}))
+        for kind in keys.get(name, ()):
+            key = f"optimizer/{index}/{name}/{kind}"
+            state[kind] = _state_tensor(parameter, *stored[key])
+            pieces[key] = pieces_of(state[kind])
+        if state:
+            optimizer.state[parameter] = state
+    read_tensors(pieces, stored)
     for group, theirs, made_then, made_now in zip(
         optimizer.param_groups, saved["groups"], saved["constructed"], now, strict=True
     ):

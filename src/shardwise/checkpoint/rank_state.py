@@ -10,9 +10,8 @@ from pytorch_lightning import Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from shardwise.checkpoint.model_state import Stored
-from shardwise.checkpoint.tensors import read_tensors
-from shardwise.parallel.pieces import pieces_of
+from shardwise.checkpoint.index import StoredTensors
+from shardwise.checkpoint.tensors import read_below
 
 
 def random_state() -> dict[str, Tensor]:
@@ -108,10 +107,7 @@ def _load_metric(metric: Any, states: Mapping[str, Tensor]) -> None:
             setattr(metric, name, [states[f"{name}/{i}"].to(metric.device) for i in range(count)])
 
 
-def rank_state(kind: str, rank: int, url: str, stored: Stored) -> dict[str, Tensor]:
+def rank_state(kind: str, rank: int, stored: StoredTensors) -> dict[str, Tensor]:
     """What a checkpoint holds of one rank: its ``random`` or ``metrics`` states."""
     prefix = f"{kind}/{rank}/"
-    keys = [key for key in stored if key.startswith(prefix)]
-    tensors = {key: torch.empty(stored[key][0], dtype=stored[key][1]) for key in keys}
-    read_tensors({key: pieces_of(tensor) for key, tensor in tensors.items()}, url)
-    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    return {key.removeprefix(prefix): tensor for key, tensor in read_below(prefix, stored).items()}

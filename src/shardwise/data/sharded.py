@@ -123,14 +123,15 @@ class ShardedDataModule(LightningDataModule):
         return {"samples_seen": position, "global_size": self.global_size, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the samples that were seen.
+        """Go on after the samples that were seen; an evaluation has no use for that.
 
         Raises:
             ConfigError: that is not at a border of global batches of the present size.
         """
-        step_after(state_dict["samples_seen"], global_size=self.global_size)
-        self.samples_seen = state_dict["samples_seen"]
-        self._start = None
+        if self.trainer is None or self.trainer.state.fn == "fit":
+            step_after(state_dict["samples_seen"], global_size=self.global_size)
+            self.samples_seen = state_dict["samples_seen"]
+            self._start = None
         self.inner.load_state_dict(state_dict["inner"])
 
     def train_dataloader(self) -> DataLoader:

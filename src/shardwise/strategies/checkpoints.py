@@ -10,11 +10,11 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.capture import continue_epoch, lightning_checkpoint
-from shardwise.checkpoint.model_state import Stored, load_model
+from shardwise.checkpoint.index import StoredTensors
+from shardwise.checkpoint.model_state import load_model
 from shardwise.checkpoint.optimizer_state import follow_schedule, group_values, load_optimizer
 from shardwise.checkpoint.rank_state import load_metric_states, rank_state, set_random_state
 from shardwise.checkpoint.reader import open_checkpoint
-from shardwise.checkpoint.tensors import stored_tensors
 from shardwise.parallel.state import (
     load_sharded_optimizer_state,
     load_whole_model_state,
@@ -31,10 +31,9 @@ log = logging.getLogger(__name__)
 class _Folder:
     """A checkpoint folder that is being loaded."""
 
-    url: str
     state: dict[str, Any]
     """What its ``state.json`` says."""
-    stored: Stored
+    stored: StoredTensors
 
 
 class MeshCheckpoints(MeshProcess):
@@ -65,8 +64,8 @@ class MeshCheckpoints(MeshProcess):
         if "://" not in path and not os.path.isdir(path):
             return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
         url, state = open_checkpoint(path)
-        self._folder = _Folder(url, state, stored_tensors(url))
-        checkpoint = lightning_checkpoint(state["trainer"], url, self._folder.stored)
+        self._folder = _Folder(state, StoredTensors(url))
+        checkpoint = lightning_checkpoint(state["trainer"], self._folder.stored)
         if not self._fitting:
             checkpoint.pop("loops", None)  # those of training; Lightning would look for the loop that is to run
         return checkpoint
@@ -84,7 +83,7 @@ class MeshCheckpoints(MeshProcess):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self._folder is not None:
-            load_model(self.lightning_module, self._folder.url, strict=strict)
+            load_model(self.lightning_module, self._folder.stored, strict=strict)
             if not self._fitting:
                 self._folder = None  # a training that follows has nothing to put back
         elif self.holds_parts:
@@ -105,7 +104,7 @@ class MeshCheckpoints(MeshProcess):
                     self.lightning_module,
                     optimizer,
                     index,
-                    url=self._folder.url,
+                    stored=self._folder.stored,
                     saved=state,
                     now=self.constructed[index],
                 )
@@ -125,8 +124,8 @@ class MeshCheckpoints(MeshProcess):
             follow_schedule(config.scheduler, optimizer=config.scheduler.optimizer)
         continue_epoch(trainer)
         if folder.state["mesh"] == self.dims.shape:
-            set_random_state(rank_state("random", self.global_rank, folder.url, folder.stored))
-            load_metric_states(trainer, rank_state("metrics", self.global_rank, folder.url, folder.stored))
+            set_random_state(rank_state("random", self.global_rank, folder.stored))
+            load_metric_states(trainer, rank_state("metrics", self.global_rank, folder.stored))
         else:
             if self.is_global_zero and any(key.startswith("metrics/") for key in folder.stored):
                 log.warning("metrics of the epoch begin anew: the ranks that have added them up are other ones now")

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.find import find_checkpoint
+from shardwise.checkpoint.index import StoredTensors
 from shardwise.checkpoint.manifest import printable
 from shardwise.checkpoint.reader import read_state
-from shardwise.checkpoint.tensors import read_tensors, stored_tensors
+from shardwise.checkpoint.tensors import read_tensors
 from shardwise.errors import ConfigError
 from shardwise.parallel.pieces import Pieces
 from shardwise.provenance import without_secrets
@@ -76,7 +77,7 @@ def export(
     place = Destination(target)
     place.check(force=force)
     found = find_checkpoint(source)
-    state, stored = read_state(found.url), stored_tensors(found.url)
+    state, stored = read_state(found.url), StoredTensors(found.url)
     config = state.get("config") or {}
     model = config.get("model") or {}
     whole = {key.removeprefix("model/"): kind for key, kind in stored.items() if key.startswith("model/")}
@@ -135,7 +136,7 @@ def _values(url: str, tensors: Kinds, keys: Mapping[str, str]) -> Iterator[Tenso
         tensors: name in the file -> (shape, dtype) in the file.
         keys: name in the file -> key in the checkpoint.
     """
-    stored, batch, waiting = stored_tensors(url), list[str](), 0
+    stored, batch, waiting = StoredTensors(url), list[str](), 0
     for name in in_order(tensors):
         size = size_of(*stored[keys[name]])
         if batch and waiting + size > READ_BYTES:
@@ -146,11 +147,13 @@ def _values(url: str, tensors: Kinds, keys: Mapping[str, str]) -> Iterator[Tenso
     yield from _read(url, batch, tensors, keys, stored)
 
 
-def _read(url: str, names: list[str], tensors: Kinds, keys: Mapping[str, str], stored: Kinds) -> Iterator[Tensor]:
+def _read(
+    url: str, names: list[str], tensors: Kinds, keys: Mapping[str, str], stored: StoredTensors
+) -> Iterator[Tensor]:
     read = {key: torch.empty(stored[key][0], dtype=stored[key][1]) for key in {keys[name] for name in names}}
     pieces = {key: Pieces(t.shape, {(0,) * t.dim(): t} if t.numel() else {}, t.dtype) for key, t in read.items()}
     try:
-        read_tensors(pieces, url)
+        read_tensors(pieces, stored)
     except OSError as error:
         raise ConfigError(f"{printable(url)} cannot be read ({error.strerror or error})") from error
     for name in names:

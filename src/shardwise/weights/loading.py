@@ -11,9 +11,9 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import nn
 
 from shardwise.checkpoint.find import POINTERS, find_checkpoint
+from shardwise.checkpoint.index import StoredTensors
 from shardwise.checkpoint.manifest import MANIFEST, printable
 from shardwise.checkpoint.model_state import PREFIX, check_same_model, load_model, plain_names, plain_ties
-from shardwise.checkpoint.tensors import stored_tensors
 from shardwise.errors import ConfigError
 from shardwise.models.gpt import GPT
 from shardwise.parallel.pieces import pieces_of
@@ -55,7 +55,7 @@ def load_weights(module: nn.Module, source: str) -> None:
     """
     path = _tensor_files(source)
     if path is None:
-        load_model(module, find_checkpoint(source, contents=False).url)
+        load_model(module, StoredTensors(find_checkpoint(source, contents=False).url))
         return
     wanted = plain_names(module)
     with TensorFiles(path) as files:
@@ -92,7 +92,7 @@ def check_weights(source: str) -> list[str]:
         with TensorFiles(path) as files:
             return sorted(files.shapes)
     url = find_checkpoint(source, contents=False).url
-    return sorted(key.removeprefix("model/") for key in stored_tensors(url) if key.startswith("model/"))
+    return sorted(key.removeprefix("model/") for key in StoredTensors(url) if key.startswith("model/"))
 
 
 def _tensor_files(source: str) -> Path | None:
