@@ -36,6 +36,8 @@ def work(text: str) -> dict[str, Any]:
     import torch.multiprocessing
 
     die_with_parent()
+    # Or a loader's workers would come from a forkserver of this rank's own, which ends only when they do.
+    multiprocessing.set_start_method(None, force=True)
     # Should the forkserver be killed, the parent takes its workers for ended, and might start others beside them.
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGQUIT)  # type: ignore[attr-defined]
     # All signals wait until the rank owns them, and again when it is done; the agent's word to end does not.

@@ -2,6 +2,18 @@
 
 Parameters become DTensors, so that clipping, optimizers, FSDP and checkpoints see one kind of tensor; the computation
 runs on their local tensors (local_tensors.py), and the few collectives stand where the style puts them.
+
+====================  ===============================================================================================
+``colwise``           splits output features, so whole heads; its input is the whole one
+``rowwise``           takes features that are split, and adds up what comes out
+``region``            a container: its input enters once, for all colwise layers in it
+``packed_attention``  ``nn.MultiheadAttention``, which packs queries, keys and values in one matrix
+``local``             dropout on features that are split: every rank draws its own
+``vocab_embedding``   splits the vocabulary of an embedding, of any size
+``vocab_output``      splits the vocabulary of the logits, which are never gathered
+``sequence``          norms and dropout on a part of the sequence each
+``replicate``         whole on every rank
+====================  ===============================================================================================
 """
 
 from collections.abc import Callable
