@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,23 +61,65 @@ def test_the_two_commands_come_first_and_are_targets_of_the_makefile() -> None:
         assert f"\n{target}:" in makefile
 
 
+def is_about_checkpoints(line: str) -> bool:
+    return any(word in line for word in ("checkpoint.", "resume=", "init_from=", "-m shardwise "))
+
+
 @pytest.mark.slow
 def test_every_command_runs(folder: Path) -> None:
     ran = 0
     for line in commands():
-        if line.startswith(("make ", "source ")) or "rerun=" in line:
+        example = "spirals" in line
+        if line.startswith(("make ", "source ")) or "rerun=" in line or (is_about_checkpoints(line) and not example):
             continue
-        whole = "--help" in line or "spirals" in line
+        whole = "--help" in line or example
         result = run(line, folder, *([] if whole else SHORTER))
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
         ran += 1
     assert ran >= 7
-    example = next(iter((folder / "outputs" / "custom").glob("*/result.json")))
-    assert json.loads(example.read_text())["metrics"]["val/accuracy"] > 0.95, "the README's own example learns"
+    learned = next(iter((folder / "outputs" / "custom").glob("*/result.json")))
+    assert json.loads(learned.read_text())["metrics"]["val/accuracy"] > 0.95, "the README's own example learns"
     again = next(line for line in commands() if "rerun=" in line)
     runs = sorted((folder / "outputs" / "digits").iterdir(), key=lambda path: path.stat().st_mtime)
     result = run(re.sub(r"outputs/digits/<run id>", str(runs[0]), again), folder)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_the_commands_about_checkpoints(tmp_path: Path) -> None:
+    """In their order: a run that is killed, taken up again under another layout, and then used in every way."""
+    lines = [line for line in commands() if is_about_checkpoints(line) and "spirals" not in line]
+    killed, goes_on, *rest = lines
+    assert "checkpoint.every_n_steps" in killed
+    assert "resume=last" in goes_on
+    small = ["model=mlp", "model.width=16", "logger=none", "checkpoint.every_n_steps=5", "trainer.max_steps=4000"]
+    process = subprocess.Popen([*words(killed), *small], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    outputs = tmp_path / "outputs" / "digits"
+    until = time.monotonic() + 120
+    while not list(outputs.glob("*/checkpoints/step_*5/manifest.json")):
+        assert process.poll() is None, "it ended by itself"
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    (digits,) = outputs.iterdir()
+    result = run(goes_on, tmp_path, "trainer.max_steps=4001", "trainer.max_time=00:00:00:05")
+    assert result.returncode == 0, result.stderr
+    assert "resumed from step" in result.stdout
+    assert list(outputs.iterdir()) == [digits]
+    text = run("python train.py experiment=text_gpt", tmp_path, *SHORTER)
+    assert text.returncode == 0, text.stderr
+    (gpt,) = (tmp_path / "outputs" / "text_gpt").iterdir()
+    for line in rest:
+        line = line.replace("outputs/digits/<run id>", str(digits)).replace("outputs/text_gpt/<run id>", str(gpt))
+        more = ["--tokens", "5"] if "generate" in line else []
+        if "init_from" in line:
+            more = ["model=mlp", "model.width=16", *SHORTER]
+        result = run(line, tmp_path, *more)
+        assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
+    assert (tmp_path / "model.safetensors").is_file()
+    assert (tmp_path / "predictions.npz").is_file()
+    assert len(rest) >= 7
 
 
 def test_the_figures_are_those_that_were_measured() -> None:
