@@ -175,6 +175,22 @@ def test_a_resumed_run_continues_the_stream(tmp_path, stop, reload, num_workers)
     assert [step for step, _ in model.validated[::4] if step > stop] == [end for end in (4, 7, 10) if end > stop]
 
 
+def test_a_data_set_of_another_length_is_not_gone_on_in(tmp_path):
+    """The same position would be in another permutation, which nobody would see."""
+    first = trainer(max_steps=2, max_epochs=-1)
+    first.fit(Recorder(), datamodule=sharded(Data(13)))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    longer, model = trainer(max_steps=4, max_epochs=-1), Recorder()
+    with pytest.raises(ConfigError, match=r"had 13 samples and has 14 now.*init_from=") as raised:
+        longer.fit(model, datamodule=sharded(Data(14)), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert "\n" not in str(raised.value)
+    assert model.trained == []
+    longer.test(Recorder(), datamodule=sharded(Data(14)), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    stream = trainer(max_steps=3, max_epochs=-1)  # of unknown length: the user's to know
+    stream.fit(model, datamodule=sharded(Data(dataset=Stream())), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert len(model.trained) == 1
+
+
 @pytest.mark.parametrize("stop", [2, 4, 6, 7])
 @pytest.mark.parametrize("dataset", [Numbers(13), Stream()])
 def test_a_run_that_ended_by_its_steps_can_go_on(tmp_path, stop, dataset):

@@ -54,13 +54,29 @@ class Data(pl.LightningDataModule):
         return DataLoader(Augmented(9))
 
 
+class Counter(nn.Module):
+    """State that is no tensor."""
+
+    seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
 class Module(pl.LightningModule):
     """A user's module with all that can get lost: dropout, a metric and means over the epoch, a plateau schedule, an
     exponential average of the weights, and a random number of its own."""
 
-    def __init__(self, plateau: bool) -> None:
+    def __init__(self, plateau: bool, wide: bool = False) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2))
+        # Wide: several buckets of DistributedDataParallel. Their order decides in which order ranks are added up.
+        middle = [nn.Linear(600, 600), nn.BatchNorm1d(600), nn.Tanh()] if wide else []
+        width = 600 if wide else 8
+        self.net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), *middle, nn.Dropout(0.3), nn.Linear(width, 2))
+        self.counter = Counter()
         self.accuracy = MulticlassAccuracy(2, average="micro")
         self.plateau = plateau
         self.average = torch.zeros((), dtype=torch.float64)
@@ -68,14 +84,17 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, index = batch
+        x = x.to(self.net[0].weight.dtype)
         logits = self.net(x + 0.01 * torch.randn_like(x))
         loss = F.cross_entropy(logits, y)
         self.accuracy(logits, y)
-        self.average = 0.9 * self.average + 0.1 * self.net[3].bias.detach().sum()
+        self.average = 0.9 * self.average + 0.1 * self.net[-1].bias.detach().sum()
         self.seen.append(index.tolist())
+        self.counter.seen += 1
         self.log("mine/accuracy", self.accuracy, on_step=False, on_epoch=True)
         self.log("mine/loss", loss, on_step=True, on_epoch=True)
         self.log("mine/average", self.average)
+        self.log("mine/counter", float(self.counter.seen))
         return loss
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -86,7 +105,7 @@ class Module(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y, _ = batch
-        self.log("val/loss", F.cross_entropy(self.net(x), y))
+        self.log("val/loss", F.cross_entropy(self.net(x.to(self.net[0].weight.dtype)), y))
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.named_parameters(), target=torch.optim.AdamW, lr=1e-2)
@@ -134,7 +153,8 @@ def train(layout: str, folder: str, start: int | None, options: dict[str, Any]) 
     data = ShardedDataModule(
         Data(workers), seed=3, global_size=global_size, eval_batch_size=4, dp_rank=rank, dp_size=size
     )
-    record, module = Record(), Module(plateau)
+    wide = options.pop("wide", False)
+    record, module = Record(), Module(plateau, wide)
     lines = Path(f"{folder}/{'whole' if save else f'from_{start}'}.jsonl")
     logger = JsonlLogger(lines)
     saving = SaveCheckpoints(
@@ -147,7 +167,7 @@ def train(layout: str, folder: str, start: int | None, options: dict[str, Any]) 
         accumulate=accumulate,
         logger=[logger],
         log_every_n_steps=1,
-        precision="64-true",
+        precision="32-true" if wide else "64-true",
         gradient_clip_val=0.5,
         **{"max_steps": STEPS, **options},
     )
@@ -179,6 +199,8 @@ CASES = {
     "ddp": ("ddp2", {"accumulate": 2}, (3, 7)),
     "fsdp": ("fsdp2", {"accumulate": 2}, (3, 7)),
     "hsdp": ("hsdp4", {}, (7, 9)),
+    "ddp of four": ("ddp4", {"wide": True}, (3,)),
+    "batch statistics": ("fsdp2", {"wide": True}, (3,)),
 }
 
 
@@ -255,7 +277,8 @@ def test_at_another_global_batch_the_position_is_the_same_sample(pool, tmp_path)
     """Step 6 of batches of 8 is step 3 of batches of 16; a position that no batch border has is refused."""
     train("one", str(tmp_path), None, {})
     _, _, seen, *_ = train("one", str(tmp_path), 6, {"global_size": 16, "max_steps": 8})
-    (_, _, whole_run, *_) = train("one", str(tmp_path), None, {"max_steps": 10})
+    (tmp_path / "again").mkdir()
+    (_, _, whole_run, *_) = train("one", str(tmp_path / "again"), None, {"max_steps": 10})
     assert list(chain(*seen)) == list(chain(*whole_run[6:10]))
     with pytest.raises(ConfigError, match=r"40 samples, which is not a multiple of batch.global_size=16"):
         train("one", str(tmp_path), 5, {"global_size": 16})

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.config import Config, from_plain
 from shardwise.errors import ConfigError
-from shardwise.resolve import Resolved, World, find_dims, find_world, resolve, resolve_in, resolve_steps
+from shardwise.resolve import Done, Resolved, World, find_dims, find_world, resolve, resolve_in, resolve_steps
 
 DEGREES = {
     "ddp": {"dp_replicate": -1},
@@ -378,6 +378,33 @@ def test_epochs_become_optimizer_steps(trainer: dict, samples: int | None, per_e
         one = resolved(size, trainer=trainer, batch={"global_size": 32, "accumulate": accumulate})
         steps = resolve_steps(one, samples)
         assert (steps.steps_per_epoch, steps.total, steps.scheduled) == (per_epoch, total, total)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "done", "total"),
+    [
+        ({"max_epochs": 2}, Done(22, 22 * 64), 45),  # of 2,874 samples: as a run that goes through
+        ({"max_epochs": 2}, Done(44, 44 * 32), 44 + 23),  # 1,466 samples are left, in batches of 64
+        ({"max_epochs": 2}, Done(12, 12 * 256), 12),  # none are
+        ({"max_epochs": 1}, Done(60, 60 * 64), 60),  # nor with fewer epochs than are done
+        ({"max_epochs": 2, "max_steps": 50}, Done(44, 44 * 32), 50),
+        ({"max_epochs": None, "max_steps": 70}, Done(44, 44 * 32), 70),
+        ({"max_epochs": None, "max_steps": 70, "limit_train_batches": 5}, Done(44, 44 * 32), 70),
+        ({"max_epochs": 2, "limit_train_batches": 10}, Done(5, 5 * 64), 20),
+        ({"max_epochs": 2, "limit_train_batches": 10}, Done(25, 25 * 64), 25),
+    ],
+)
+def test_a_training_that_goes_on_has_as_many_samples_left_as_its_epochs(trainer: dict, done: Done, total: int) -> None:
+    one = resolved(1, trainer=trainer, batch={"global_size": 64})
+    steps = resolve_steps(one, 1437, done=done)
+    assert (steps.total, steps.scheduled) == (total, total)
+
+
+def test_limited_epochs_do_not_go_on_with_another_batch() -> None:
+    for limit in (10, 0.5):
+        one = resolved(1, trainer={"max_epochs": 2, "limit_train_batches": limit}, batch={"global_size": 64})
+        with pytest.raises(ConfigError, match=rf"limit_train_batches={limit} .* type batch.global_size=32, or .*steps"):
+            resolve_steps(one, 1437, done=Done(6, 6 * 32))
 
 
 def test_a_stream_without_a_length_needs_a_number_of_steps() -> None:

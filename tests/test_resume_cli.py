@@ -17,6 +17,7 @@ import pytest
 
 from shardwise import cli
 from shardwise.checkpoint import manifest
+from shardwise.checkpoint.filesystems import LocalFolder
 from shardwise.checkpoint.store import Store, checksum, step_name
 from shardwise.config import from_plain
 from shardwise.errors import ConfigError
@@ -33,6 +34,7 @@ TYPED = ["model=mlp", "logger=none", "trainer.max_steps=100", "optimizer.lr=0.25
 def checkpoint(store: Store, step: int, *, config: dict[str, Any], overrides: list[str], version: int = 1) -> Path:
     """A checkpoint of no tensors, which is all that a command line looks at."""
     state = {"format_version": 1, "step": step, "config": config, "overrides": overrides, "experiment": "digits"}
+    state |= {"mesh": {}, "trainer": {}}
     name = step_name(step)
     place = Path(store.begin(name))
     files = {}
@@ -249,6 +251,131 @@ def test_a_secret_has_to_be_typed_again(
     for source in (folder, path):
         assert cli.train([f"resume={source}", "+extra.api_key=abc"]) == 0
         assert launched[-1].config["extra"] == {"api_key": "abc"}
+
+
+SETTINGS = ["logger=wandb", "logger.mode=online", "+logger.settings={base_url: http://evil}"]
+
+
+@pytest.mark.parametrize(
+    ("hostile", "said", "again", "took"),
+    [
+        (
+            SETTINGS,
+            "logger.settings is where a logger sends",
+            "+logger.settings={base_url: http://mine}",
+            "http://mine",
+        ),
+        (["+logger.settings.base_url=x"], "logger.settings.base_url is where a", "logger.settings.base_url=y", "y"),
+        (["logger={settings: {base_url: x}}"], "logger is where a logger sends", "logger=none", None),
+        ([r"+logger.tracking_uri=http\://evil"], "logger.tracking_uri is where", "logger.tracking_uri=file", "file"),
+        (["extra.a=${oc.env:HOME}"], "extra.a is an interpolation", "+extra.a=1", 1),
+        (["+extra.a='${oc.env:HOME}'"], "extra.a is an interpolation", "+extra.a=1", 1),
+        ([r"+extra.a=$\{oc.env\:HOME\}"], "extra.a is an interpolation", "+extra.a=1", 1),
+        (["+extra.a=[1,{b: '${oc.env:HOME}'}]"], "extra.a is an interpolation", "+extra.a=1", 1),
+        (
+            ["checkpoint.folder=memory://evil"],
+            "checkpoint.folder is a place",
+            "checkpoint.folder=memory://my",
+            "memory:",
+        ),
+        ([r"checkpoint.folder=memory\://evil"], "checkpoint.folder is a place", "checkpoint.folder=null", None),
+        (["+checkpoint={folder: 's3://evil'}"], "checkpoint is a place", "checkpoint.folder=null", None),
+    ],
+)
+def test_what_would_send_something_elsewhere_has_to_be_typed_again(
+    run_folder: Callable[..., Path],
+    launched: list[Job],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hostile: list[str],
+    said: str,
+    again: str,
+    took: object,
+) -> None:
+    """A logger's host gets the API key, a store the weights, an interpolation reads the environment."""
+    monkeypatch.setenv("HOME", "precious")
+    folder = run_folder(steps=())
+    config = read_yaml(folder / "config.yaml")
+    write_yaml(folder / "overrides.yaml", [*TYPED, *hostile])
+    path = checkpoint(Store(folder / "checkpoints"), 20, config=config, overrides=[*TYPED, *hostile])
+    for word in (f"resume={folder}", f"rerun={folder}", f"resume={path}"):
+        line = refused(tmp_path, capsys, word)
+        assert said in line
+        assert "=... again" in line
+        assert cli.train([word, again]) == 0, capsys.readouterr().err
+        assert not any(text in str(launched[-1].config) for text in ("evil", "precious", "${"))
+        assert str(took) in str(launched[-1].config), launched[-1].overrides
+
+
+def test_what_would_send_something_elsewhere_is_not_kept_from_a_stored_configuration(
+    run_folder: Callable[..., Path], launched: list[Job], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = run_folder(steps=())
+    config = read_yaml(folder / "config.yaml")
+    config["optimizer"]["weight_decay"] = "${oc.env:HOME}"
+    config["checkpoint"]["folder"] = "memory://evil"
+    config["output_root"] = str(tmp_path / "theirs")
+    path = checkpoint(Store(tmp_path / "copied"), 20, config=config, overrides=[*TYPED, f"output_root={tmp_path}/b"])
+    assert cli.train([f"resume={path}"]) == 0
+    (job,) = launched
+    assert job.config["checkpoint"]["folder"] is None
+    assert job.config["output_root"] == "outputs"
+    assert isinstance(job.config["optimizer"]["weight_decay"], float)
+    for words in ("is an interpolation", "a place elsewhere for the weights", "a place elsewhere for the run folder"):
+        assert any(words in note for note in job.notes), words
+    for words in ("output_root=../up", "output_root=~/up"):
+        path = checkpoint(Store(tmp_path / "copied"), 30, config={}, overrides=[*TYPED, words])
+        assert cli.train([f"resume={path}"]) == 0
+        assert launched[-1].config["output_root"] == "outputs"
+    # In place, it would save where nobody looks for it.
+    write_yaml(folder / "config.yaml", {**config, "optimizer": read_yaml(folder / "config.yaml")["optimizer"]})
+    checkpoint(Store(f"{folder}/checkpoints"), 20, config=config, overrides=TYPED)
+    assert "checkpoint.folder=... again" in refused(tmp_path, capsys, f"resume={folder}")
+    assert cli.train([f"resume={folder}", "checkpoint.folder=memory://mine"]) == 0
+    assert launched[-1].config["output_root"] == str(tmp_path / "theirs"), "a run folder's own is kept"
+
+
+def test_a_run_that_saved_nothing_in_a_new_place_goes_on_from_its_own(
+    run_folder: Callable[..., Path], launched: list[Job], tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    folder = run_folder("moved", f"checkpoint.folder={new}", steps=(10, 20))
+    assert cli.train([f"resume={folder}"]) == 0
+    assert launched[-1].checkpoint == str(folder / "checkpoints" / "step_00000020")
+    assert any(f"as none in {new / 'moved'} is whole and newer" in note for note in launched[-1].notes)
+    for step, taken in ((15, folder / "checkpoints" / "step_00000020"), (30, new / "moved" / "step_00000030")):
+        checkpoint(Store(new / "moved"), step, config={}, overrides=[])
+        assert cli.train([f"resume={folder}"]) == 0
+        assert launched[-1].checkpoint == str(taken)
+    (new / "moved" / "step_00000030" / "state.json").unlink()
+    assert cli.train([f"resume={folder}"]) == 0
+    assert launched[-1].checkpoint == str(folder / "checkpoints" / "step_00000020")
+    assert any("left out: step_00000030 (state.json: missing)" in note for note in launched[-1].notes)
+
+
+def test_a_store_that_does_not_answer_is_no_damage(
+    run_folder: Callable[..., Path],
+    launched: list[Job],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    run_folder("20260101-000000-aaaa", steps=(10,), started="2026-01-01T00:00:00+00:00")
+    folder = run_folder("20260102-000000-bbbb", steps=(10, 20), started="2026-01-02T00:00:00+00:00")
+    kept = LocalFolder.open
+
+    def down(self: LocalFolder, name: str, file: str) -> Any:
+        if name == "step_00000020":
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        return kept(self, name, file)
+
+    monkeypatch.setattr(LocalFolder, "open", down)
+    for word in ("resume=last", f"resume={folder}", f"resume={folder / 'checkpoints'}"):
+        said = refused(tmp_path, capsys, word)
+        assert f"{folder / 'checkpoints' / 'step_00000020'}/" in said
+        assert "cannot be read (Connection reset by peer): try again" in said
+    assert launched == []
 
 
 # ---- a checkpoint --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What a run leaves behind explains it, holds no secret, and is enough to repeat it."""
 
 import csv
+import io
 import json
 import os
 import pty
@@ -243,6 +244,24 @@ def test_a_bar_on_a_terminal_and_plain_lines_in_the_log(tmp_path):
     assert "\x1b" not in text
     assert "━" not in text
     assert "completed after 60 steps" in text
+
+
+def test_the_time_left_is_told_from_the_steps_of_this_process(monkeypatch, capsys):
+    """100 steps were done before; 10 in 20 s leave 90 of them, for 3 minutes."""
+    from types import SimpleNamespace
+
+    from shardwise.progress import ShowProgress, StepMetrics
+
+    now = 1000.0
+    monkeypatch.setattr("shardwise.progress.time.monotonic", lambda: now)
+    metrics = StepMetrics(total_steps=200, global_size=8)
+    progress = ShowProgress(metrics, total_steps=200, stream=io.StringIO())
+    trainer = SimpleNamespace(global_step=100, is_global_zero=True)
+    progress.on_train_start(trainer, None)
+    now, trainer.global_step = 1020.0, 110
+    progress.on_train_batch_end(trainer, None, None, None, 0)
+    assert "step 110/200" in (out := capsys.readouterr().out)
+    assert "ETA 3:00" in out
 
 
 def test_without_a_terminal_there_are_plain_lines_only(train_py):

@@ -82,32 +82,53 @@ def _launch_with_restarts(job: Job, stop: Stop) -> dict[str, Any]:
     ranks of the next one go on.
     """
     warm_up()
-    restarts = job.config["launch"]["max_restarts"]
+    restarts, origin = job.config["launch"]["max_restarts"], job.checkpoint
     for restart in range(1, restarts + 1):
         try:
             return _launch_local(job, stop)
         except RanksFailedError as error:
             if stop.requested is not None:
                 raise
-            job = _restarted(job, f"{error.cause}; restart {restart} of {restarts}")
+            job = _restarted(job, f"{error.cause}; restart {restart} of {restarts}", origin=origin)
     return _launch_local(job, stop)
 
 
-def _restarted(job: Job, why: str) -> Job:
-    """The job as it goes on from its newest whole checkpoint, or begins anew; says so."""
-    from shardwise.checkpoint.manifest import step_of
-    from shardwise.checkpoint.store import checkpoints_of
+def _restarted(job: Job, why: str, *, origin: str | None) -> Job:
+    """The job as it goes on from its newest whole checkpoint, or begins anew; says so.
+
+    Args:
+        job: as it was launched the last time.
+        why: what has befallen it, in one line.
+        origin: the checkpoint of its first launch, which may lie elsewhere than those that it writes now.
+
+    Raises:
+        ConfigError: there is a checkpoint that cannot be read now, or is of a newer format.
+    """
+    from shardwise.checkpoint.find import find_checkpoint, newest_whole, stores_of
+    from shardwise.checkpoint.manifest import split_name, step_of
 
     set_failures_aside(job.run_folder)
-    store = checkpoints_of(job.run_folder)
-    newest, damaged = store.newest_whole()
-    for name, problems in damaged.items():
-        print(f"{store.url}/{name} is left out: {problems[0]}", file=sys.stderr, flush=True)
-    how = "begins anew, as there is no whole checkpoint" if newest is None else f"goes on from step {step_of(newest)}"
+    try:
+        stores = stores_of(job.run_folder)
+        found, skipped = newest_whole(stores, shown=job.run_folder)
+        for name, problems in skipped.items():
+            url = name if "/" in name else stores[0].url_of(name)
+            print(f"{url} is left out: {problems[0]}", file=sys.stderr, flush=True)
+        checkpoint = None if found is None else found.url
+        how = "" if found is None else f"goes on from step {step_of(found.name)}"
+        if origin is not None and origin.rpartition("/")[0] not in {store.url.rstrip("/") for store in stores}:
+            parts = split_name(origin.rpartition("/")[2])
+            if found is None or (origin != job.parent and parts is not None and parts[0] > step_of(found.name)):
+                there = find_checkpoint(origin)
+                checkpoint, step = origin, there.store.manifest(there.name)["step"]
+                begins = f"begins anew from {origin}, as there is no whole checkpoint of its own"
+                how = begins if origin == job.parent else f"goes on from step {step}, which lies in {there.store.url}"
+    except ConfigError as error:
+        raise ConfigError(f"{why}, which is left to you, as nothing is to be lost: {error}") from error
+    if checkpoint is None:  # which is the parent's again, where there is one
+        checkpoint, how = job.parent, "begins anew, as there is no whole checkpoint"
     print(f"{why}: the run {how}", file=sys.stderr, flush=True)
-    if newest is not None:
-        return replace(job, resumed=True, checkpoint=f"{store.url}/{newest}")
-    return replace(job, resumed=True, checkpoint=job.parent)
+    return replace(job, resumed=True, checkpoint=checkpoint)
 
 
 def _launch_local(job: Job, stop: Stop) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from shardwise.data.sharded import ShardedDataModule
 from shardwise.strategies import MeshStrategy
 
 PLAIN_LINE_SECONDS = 5.0
@@ -20,20 +21,26 @@ class StepMetrics(Callback):
     """Logs what the framework knows of a training step, under the number of optimizer steps that are done.
 
     ``train/loss`` (mean over the global batch), ``lr``, ``grad_norm`` (before clipping, where gradients are clipped by
-    norm), ``samples`` (seen since the start) and ``samples_per_second``: on the first step, on every
-    ``trainer.log_every_n_steps``-th, and on the last. One collective on each of these steps, none on the others.
+    norm), ``samples`` (seen since the start of the run) and ``samples_per_second`` (without the first step of this
+    process, in which much is done for the first time): on the first step, on every ``trainer.log_every_n_steps``-th,
+    and on the last. One collective on each of these steps, none on the others.
     """
 
     def __init__(self, *, total_steps: int, global_size: int) -> None:
         self.total_steps = total_steps
         self.global_size = global_size
         self.latest: dict[str, float] = {}
+        self._first = (0, 0)  # steps done and samples seen when this process began to train
+        self._logged = 0
         self._since = (0, 0.0)
         self._evaluating = 0.0
         self._lr = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._since = (trainer.global_step, time.perf_counter())
+        step, data = trainer.global_step, getattr(trainer, "datamodule", None)
+        # Batches may have been of another size before; the data know the position.
+        seen = data.position if isinstance(data, ShardedDataModule) else step * self.global_size
+        self._first, self._logged, self._since = (step, seen), step, (step, time.perf_counter())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._evaluating = time.perf_counter()
@@ -49,10 +56,12 @@ class StepMetrics(Callback):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step in (1, self.total_steps) or step % every == 0:
             self._log(trainer, step)
+        if self._since[0] == self._first[0]:
+            self._since = (step, time.perf_counter())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A time limit or early stopping ended the training on another step.
-        if trainer.global_step > self._since[0]:
+        if trainer.global_step > self._logged:
             self._log(trainer, trainer.global_step)
 
     def _log(self, trainer: Trainer, step: int) -> None:
@@ -63,12 +72,13 @@ class StepMetrics(Callback):
         norm = getattr(strategy.precision_plugin, "grad_norm", None)
         if isinstance(norm, Tensor):
             metrics["grad_norm"] = float(norm)
-        metrics["samples"] = step * self.global_size
+        first, seen = self._first
+        metrics["samples"] = seen + (step - first) * self.global_size
         last, start = self._since
         now = time.perf_counter()
-        if step > last and last > 0:
+        if step > last > first:
             metrics["samples_per_second"] = (step - last) * self.global_size / (now - start)
-        self._since = (step, now)
+        self._logged, self._since = step, (step, now)
         self.latest = metrics
         trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
@@ -92,9 +102,11 @@ class ShowProgress(Callback):
         self._task = TaskID(0)
         self._last_line = 0.0
         self._start = 0.0
+        self._first = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start = self._last_line = time.monotonic()
+        self._first = trainer.global_step  # what an earlier process has done says nothing of this one's speed
         if trainer.is_global_zero and self.stream.isatty():
             self._bar = Progress(
                 TextColumn("step"),
@@ -105,7 +117,7 @@ class ShowProgress(Callback):
                 console=Console(file=self.stream),
                 transient=True,
             )
-            self._task = self._bar.add_task("train", total=self.total_steps, numbers="")
+            self._task = self._bar.add_task("train", total=self.total_steps, completed=self._first, numbers="")
             self._bar.start()
 
     def on_train_batch_end(
@@ -118,7 +130,7 @@ class ShowProgress(Callback):
             self._bar.update(self._task, completed=step, numbers=self._numbers())
         elif now - self._last_line > PLAIN_LINE_SECONDS or step == self.total_steps:
             self._last_line = now
-            left = (now - self._start) / step * (self.total_steps - step)
+            left = (now - self._start) / max(step - self._first, 1) * (self.total_steps - step)
             eta = f"  ETA {int(left // 60)}:{int(left % 60):02d}" if step < self.total_steps else ""
             self._line(f"step {step}/{self.total_steps}  {self._numbers()}{eta}")
 

@@ -117,7 +117,11 @@ class Repeated:
         )
 
     def keep(self, config: Config) -> tuple[Config, list[str]]:
-        """``config`` with the values of then where only the defaults have changed since, and a line for each."""
+        """``config`` with the values of then where only the defaults have changed since, and a line for each.
+
+        Raises:
+            ConfigError: the run would go on saving elsewhere than it did, as only a user can say where that is.
+        """
         from shardwise.hydra_setup import compose_plain
 
         then = {key: value for key, value in self.config.items() if key not in ("derived", "plugins")}
@@ -130,6 +134,13 @@ class Repeated:
             elif MASK in str(value) or f"{name}.".startswith(typed):
                 continue
             elif now[key] != value and key in flat_asked and flat_asked[key] == now[key]:
+                why = never_taken(name, str(value), roaming=self.checkpoint is None or self.folder is not None)
+                if why is not None:
+                    text = f"{name}={value!r} of {whose} is {why}, which is never taken from there"
+                    if self.folder is not None and key[0] == "checkpoint":  # or it would save where nobody looks
+                        raise ConfigError(f"{self.word}: {text}: type {name}=... again")
+                    notes.append(f"{text}: type {name}=... again for it")
+                    continue
                 _put(asked, key, value)
                 notes.append(f"{name}={value!r} is kept from {whose} (the default is {now[key]!r} now)")
         return from_plain(asked), notes
@@ -248,29 +259,82 @@ def _of_folder(word: str, folder: Path, typed: list[str]) -> Repeated:
     )
 
 
-def admitted(stored: Any, typed: Sequence[str], *, source: str) -> list[str]:
+def admitted(stored: Any, typed: Sequence[str], *, source: str, roaming: bool = True) -> list[str]:
     """The overrides of then that may be said again.
 
-    Which packages may be named, and where to look for files, is the user's word, not a folder's.
+    Which packages may be named, where to look for files, what of this machine is told, and to whom, is the user's word,
+    not a folder's.
+
+    Args:
+        stored: the overrides of then.
+        typed: those of now.
+        source: the file that holds the former.
+        roaming: whether ``output_root`` may lead away from the folder in which the command is typed.
+
+    Raises:
+        ConfigError: one of the former has to be typed again.
     """
+    from shardwise.checkpoint.manifest import printable
+
     if not isinstance(stored, list) or not all(isinstance(line, str) for line in stored):
         raise ConfigError(f"{source} is damaged: a list of overrides is expected")
-    keys = {key_of(line) for line in typed}
-    admitted = [
-        line
-        for line in map(str.strip, stored)
-        if not line.startswith("-") and re.split("[./@]", key_of(line))[0] not in ("plugins", "hydra", *WORDS)
-    ]
-    for line in admitted:
-        if MASK in line and key_of(line) not in keys:
-            raise ConfigError(f"{key_of(line)} is a secret that {source} does not hold: type {key_of(line)}=... again")
-    return [line for line in admitted if MASK not in line]
+    keys, admitted = [key_of(line) for line in typed], []
+    for line in map(str.strip, stored):
+        key, value = key_of(line), line.partition("=")[2]
+        if line.startswith("-") or re.split("[./@]", key)[0] in ("plugins", "hydra", *WORDS):
+            continue
+        secret, why = MASK in line, never_taken(key, value if "=" in line else line, roaming=roaming)
+        if not secret and why is None:
+            admitted.append(line)
+            continue
+        known = any(f"{one}.".startswith(f"{key}.") for one in keys)
+        silent = key.startswith("logger") and {"logger=none", "~logger"} & set(typed)
+        if known or silent or (key == "output_root" and not secret):  # of that one, ``keep`` has a note
+            continue
+        name = printable(key)
+        if secret:
+            raise ConfigError(f"{name} is a secret that {source} does not hold: type {name}=... again")
+        raise ConfigError(
+            f"{name} is {why}, which is never taken from a folder or a checkpoint; in {source} it is "
+            f"{printable(value)[:200]}: type {name}=... again"
+        )
+    return admitted
+
+
+def never_taken(key: str, value: str, *, roaming: bool) -> str | None:
+    """Why a value is the user's to type, whatever a folder or a checkpoint says; None if it is not.
+
+    An interpolation may read this machine's environment; a logger and a store, told where, hand on a key, metrics and
+    weights.
+
+    Args:
+        key: dotted, such as ``logger.settings.base_url``.
+        value: as text, in Hydra's grammar or as it came out of it.
+        roaming: whether ``output_root`` may lead away from the folder in which the command is typed.
+    """
+    plain = value.replace("\\", "")  # Hydra's grammar writes a colon, or a brace, with or without one
+    slots = [re.split("[./]", part) for part in re.split("[@:]", key)]
+    if "${" in plain or "${" in key:
+        return "an interpolation"
+    if any(slot[0] == "logger" for slot in slots) and (
+        any("settings" in slot for slot in slots)
+        or "://" in plain
+        or (key == "logger" and plain.lstrip(" '\"").startswith("{"))
+    ):
+        return "where a logger sends what it knows"
+    if any(slot[0] == "checkpoint" for slot in slots) and "://" in plain:
+        return "a place elsewhere for the weights"
+    if key == "output_root" and not roaming:
+        path = Path(plain.strip(" '\""))
+        if path.is_absolute() or path.parts[:1] == ("~",) or ".." in path.parts:
+            return "a place elsewhere for the run folder"
+    return None
 
 
 def _continued(repeated: Repeated, folder: Path) -> Repeated:
     """The same run on from its newest whole checkpoint, in its own folder."""
-    from shardwise.checkpoint.manifest import NEWER, step_of
-    from shardwise.checkpoint.store import checkpoints_of
+    from shardwise.checkpoint.find import newest_whole, stores_of
+    from shardwise.checkpoint.manifest import step_of
 
     check_idle(folder, word=repeated.word)
     result: Any = None
@@ -281,25 +345,25 @@ def _continued(repeated: Repeated, folder: Path) -> Repeated:
         repeated = replace(repeated, completed=result["steps"])
         if repeated.done():
             return repeated
+    stores = stores_of(folder)
     try:
-        store = checkpoints_of(folder)
-        name, damaged = store.newest_whole()
-    except OSError as error:
-        raise ConfigError(f"{repeated.word}: its checkpoints cannot be read ({error.strerror or error})") from error
-    for other, problems in damaged.items():
-        if NEWER in problems[0]:  # it is not damaged: to go back behind it would lose it
-            raise ConfigError(f"{repeated.word}: {store.url_of(other)}: {problems[0]}: install a newer shardwise")
-    broken = _listed([f"{other} ({problems[0]})" for other, problems in damaged.items() if problems])
-    if name is None:
-        held = f"no whole checkpoint in {store.url}: {broken}" if broken else f"no checkpoint in {store.url}"
+        found, skipped = newest_whole(stores, shown=str(folder))
+    except ConfigError as error:
+        raise ConfigError(f"{repeated.word}: {error}") from error
+    broken = _listed([f"{other} ({problems[0]})" for other, problems in skipped.items()])
+    if found is None:
+        places = " or ".join(store.url for store in stores)
+        held = f"no whole checkpoint in {places}: {broken}" if broken else f"no checkpoint in {places}"
         again = f"type rerun={folder} to train from the start"
         raise NothingToResumeError(f"{repeated.word}: there is {held}; {again}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{repeated.word}: {folder} cannot be written to, and a resumed run continues in it")
-    notes = [f"resumed from step {step_of(name)} of {folder}"]
+    notes = [f"resumed from step {step_of(found.name)} of {folder}"]
+    if found.store is not stores[0]:
+        notes.append(f"its checkpoint is {found.url}, as none in {stores[0].url} is whole and newer")
     if broken:
         notes.append(f"newer, but not whole, and left out: {broken}")
-    return replace(repeated, checkpoint=store.url_of(name), notes=notes)
+    return replace(repeated, checkpoint=found.url, notes=notes)
 
 
 def _newest(word: str, experiment: Path, typed: list[str]) -> Repeated:
@@ -349,37 +413,21 @@ def _from_checkpoint(word: str, text: str, typed: list[str]) -> Repeated:
     """A new run from a checkpoint, which says by itself what was typed then."""
     from shardwise.checkpoint.find import find_checkpoint
     from shardwise.checkpoint.manifest import printable, step_of
+    from shardwise.checkpoint.reader import STATE, read_state
 
     found = find_checkpoint(text if "://" in text else os.path.expanduser(text))
     url, manifest = found.url, found.store.manifest(found.name)
-    state = _plain_json(found.store.url, found.name, "state.json")
-    config = state.get("config")
-    if not isinstance(config, dict):
-        raise ConfigError(f"{url}/state.json is damaged: the configuration of the run is expected under config")
+    state = read_state(url, configured=True)
     run_id, versions = printable(manifest.get("run_id")), manifest.get("versions")
     return Repeated(
         word=word,
         typed=typed,
-        stored=admitted(state.get("overrides"), typed, source=f"{url}/state.json"),
-        config=config,
+        stored=admitted(state.get("overrides"), typed, source=f"{printable(url)}/{STATE}", roaming=False),
+        config=state["config"],
         record={"versions": versions} if isinstance(versions, dict) else None,
         checkpoint=url,
         notes=[f"starts from step {step_of(found.name)} of {url} (of the run {run_id})", *found.notes()],
     )
-
-
-def _plain_json(url: str, *parts: str) -> dict[str, Any]:
-    from shardwise.checkpoint.filesystems import open_folder
-    from shardwise.checkpoint.manifest import MAX_BYTES
-
-    path = "/".join([url, *parts])
-    try:
-        plain = json.loads(open_folder(url).read(*parts, limit=MAX_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path} is damaged: a mapping is expected")
-    return plain
 
 
 # ---- words and values ----------------------------------------------------------------------------------------------

@@ -420,6 +420,19 @@ def _limited(whole: int | None, limit: int | float | None) -> int | None:
     return max(1, int(limit * whole))
 
 
+def _check_limit(done: "Done", size: int, *, limit: int | float | None) -> None:
+    """Refuse epochs of a number of batches that are no longer as large as those that such epochs were made of."""
+    if done.samples_seen == done.step * size or limit is None or (isinstance(limit, float) and limit == 1.0):
+        return
+    then, rest = divmod(done.samples_seen, max(done.step, 1))
+    same = f"batch.global_size={then}, or " if done.step and not rest else ""
+    raise ConfigError(
+        f"batch.global_size={size}: the {done.step} steps that are done saw {done.samples_seen} samples, and epochs of "
+        f"trainer.limit_train_batches={limit} cannot go on with batches of another size: type {same}"
+        f"trainer.max_epochs=null trainer.max_steps=<all steps>"
+    )
+
+
 @dataclass(frozen=True)
 class Steps:
     """What the number of training samples adds: counts in optimizer steps."""
@@ -435,15 +448,31 @@ class Steps:
     """Lightning's argument: a number of steps, or 1.0 for the end of an epoch."""
 
 
-def resolve_steps(resolved: Resolved, num_samples: int | None) -> Steps:
+@dataclass(frozen=True)
+class Done:
+    """What of a training lies behind its checkpoint."""
+
+    step: int
+    """Optimizer steps."""
+    samples_seen: int
+    """Samples of these steps, whose batches may have been of another size than those to come."""
+
+
+def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | None = None) -> Steps:
     """Turn epochs and fractions of an epoch into optimizer steps.
+
+    With N samples, a global batch of B and E epochs, a training takes ceil(EN/B) steps. One that goes on from step s,
+    where P samples were seen, ends at step s + ceil((EN-P)/B), which is the same unless B has changed; a typed
+    max_steps counts steps from the start either way.
 
     Args:
         resolved: the resolved configuration.
         num_samples: training samples, or None where the data are a stream without a length.
+        done: what lies behind a training that goes on from a checkpoint.
 
     Raises:
-        ConfigError: a count needs the length that a stream does not have, or the schedule does not fit.
+        ConfigError: a count needs the length that a stream does not have, epochs are limited to a number of batches
+            whose size has changed, or the schedule does not fit.
     """
     trainer, size = resolved.config.trainer, resolved.batch.global_size
     whole = None if num_samples is None else math.ceil(num_samples / size)
@@ -454,10 +483,13 @@ def resolve_steps(resolved: Resolved, num_samples: int | None) -> Steps:
         # Not a default of the field: whoever types max_steps means that many, not the smaller of two limits.
         epochs = DEFAULT_EPOCHS
     if epochs is not None:
+        if done is not None:
+            _check_limit(done, size, limit=trainer.limit_train_batches)
         if per_epoch is not None and per_epoch != whole:
-            totals.append(epochs * per_epoch)
+            totals.append(max(epochs * per_epoch, 0 if done is None else done.step))
         elif num_samples is not None:
-            totals.append(math.ceil(epochs * num_samples / size))
+            step, seen = (0, 0) if done is None else (done.step, done.samples_seen)
+            totals.append(step + max(0, math.ceil((epochs * num_samples - seen) / size)))
         elif not totals and trainer.fast_dev_run:
             totals.append(int(trainer.fast_dev_run) + resolved.config.schedule.warmup_steps)
         elif not totals:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -26,12 +26,13 @@ from shardwise.checkpoint.capture import check_resumable
 from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.saving import Preempted, SaveCheckpoints
 from shardwise.config import to_plain
+from shardwise.data.sharded import ShardedDataModule
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import write_yaml
 from shardwise.job import Job, unwritable, write_json
 from shardwise.provenance import collect, with_attempts, without_secrets
-from shardwise.resolve import Resolved, resolve_steps
-from shardwise.signals import PREEMPTED, Stop, undisturbed
+from shardwise.resolve import Done, Resolved, resolve_steps
+from shardwise.signals import OWNED, PREEMPTED, Stop, undisturbed
 from shardwise.slots import find_target
 from shardwise.summary import brings_optimizer, show_end
 from shardwise.tracking import JsonlLogger, WandbTracker
@@ -46,6 +47,11 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG
 
 def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     """Train and test, or whatever else the job says, on this rank; returns what ``result.json`` holds.
+
+    A signal while training saves and ends the run as ``preempted``, in its last step too: the test is left to
+    ``resume=``, which has nothing else to do then. A signal during the test ends the process at once, with the status
+    that a shell gives it (128 + n): nothing waits to be saved. What ``result.json`` says is ``preempted`` again where
+    the run's last step is in a checkpoint, since nothing has gone wrong and ``resume=`` only runs the test.
 
     Args:
         job: what to do.
@@ -69,11 +75,14 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     trainer: pl.Trainer | None = None
     values: dict[str, Any] = {}
     exit_code, status = 1, "failed"
+    all_saved = False  # whether nothing but the test is left to be done
     try:
         if writer is not None and not job.resumed:
             writer.start()
         data = build_data(resolved, rank)
-        steps = resolve_steps(resolved, data.num_train_samples)
+        state = None if job.checkpoint is None else read_state(job.checkpoint)
+        done = None if state is None else _done(state, data)
+        steps = resolve_steps(resolved, data.num_train_samples, done=done)
         task = build_task(resolved, data, steps)
         if job.checkpoint is not None:
             _check_resumable(job, resolved, task)
@@ -92,11 +101,15 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
                 logger.log_hyperparams({**without_secrets(to_plain(config)), "derived": derived})
         with stop.deferred() if _savers(trainer) else contextlib.nullcontext():
             trainer.fit(task, datamodule=data, ckpt_path=job.checkpoint)
+            if state is not None and done is not None and trainer.global_step == done.step:
+                values.update(state.get("callback_metrics") or {})  # there was nothing left to be trained
             values.update(trainer.callback_metrics)  # the test starts from none
-            tested = is_overridden("test_step", task) and is_overridden("test_dataloader", data)
-            if tested and not config.trainer.fast_dev_run:
-                trainer.test(task, datamodule=data, verbose=False)
             _wait_for_checkpoints(trainer)
+        tested = is_overridden("test_step", task) and is_overridden("test_dataloader", data)
+        if tested and not config.trainer.fast_dev_run:
+            all_saved = _last_step_is_saved(job, trainer, done)
+            _end_if_asked(trainer, stop, all_saved=all_saved)
+            trainer.test(task, datamodule=data, verbose=False)
         exit_code, status = 0, "completed"
     except Preempted as preempted:
         exit_code, status = PREEMPTED, "preempted"
@@ -104,6 +117,12 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
             # A worker's signal is its parent's word; the user's own was acknowledged when it came.
             why = "on request" if preempted.reason in Signals.__members__ else f"by {preempted.reason}"
             print(f"\nended {why}, with a checkpoint of its last step", flush=True)
+    except SystemExit as ended:
+        # SIGQUIT, and any signal after a rank has failed, is how its peers are ended.
+        told = ended.code in [128 + one for one in OWNED if one != Signals.SIGQUIT]
+        if told and all_saved and not (Path(job.run_folder) / "ranks" / "failed").exists():
+            status = "preempted"
+        raise
     except MisconfigurationException as error:
         raise ConfigError(f"Lightning refuses: {' '.join(str(error).split())}") from error
     except RuntimeError as error:
@@ -169,6 +188,38 @@ def _check_resumable(job: Job, resolved: Resolved, task: pl.LightningModule) -> 
         target = find_target("optimizer", resolved.config.optimizer, plugins=resolved.config.plugins)
         optimizer = getattr(target, "__name__", None)
     check_resumable(task, job.checkpoint, optimizer=optimizer, global_size=resolved.batch.global_size)
+
+
+def _done(state: Mapping[str, Any], data: ShardedDataModule) -> Done | None:
+    """What lies behind a checkpoint, None where it does not say; raises ConfigError where the data are other ones."""
+    held = state["trainer"].get("lightning", {}).get("ShardedDataModule") or {}
+    data.check_same_data(held)
+    seen = state.get("samples_seen")
+    return Done(state["step"], seen) if isinstance(seen, int) else None
+
+
+def _last_step_is_saved(job: Job, trainer: pl.Trainer, done: Done | None) -> bool:
+    """Whether a checkpoint of this run holds all that it has trained, so that ``resume=`` would only test."""
+    own = job.resumed and job.checkpoint != job.parent and done is not None and done.step == trainer.global_step
+    return own or any(saver.saved_step == trainer.global_step > 0 for saver in _savers(trainer))
+
+
+def _end_if_asked(trainer: pl.Trainer, stop: Stop, *, all_saved: bool) -> None:
+    """End what a signal in the last step, or while that was saved, has asked to end; all ranks, or none.
+
+    Raises:
+        Preempted: the checkpoint of the last step is there.
+        SystemExit: the run keeps none of its last step, so that nothing is to be gained by trying again.
+    """
+    asked = stop.requested is not None
+    if dist.is_available() and dist.is_initialized():
+        flag = torch.tensor(int(asked), device=trainer.strategy.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        asked = bool(flag)
+    if asked and all_saved:
+        raise Preempted(stop.requested or "another rank's request")
+    if asked:
+        raise SystemExit(128 + stop.signal)
 
 
 def _cut_metrics(job: Job, trainer: pl.Trainer) -> None:

@@ -6,7 +6,6 @@ run folder of its own.
 """
 
 import argparse
-import json
 import math
 import os
 import secrets
@@ -171,6 +170,7 @@ class Use:
         """
         from shardwise.checkpoint.find import find_checkpoint
         from shardwise.checkpoint.manifest import printable, step_of
+        from shardwise.checkpoint.reader import STATE, read_state
 
         parsed, rest = parser_of(action).parse_known_args(argv)
         options = vars(parsed)
@@ -184,7 +184,7 @@ class Use:
         _check_typed(action, typed)
         _check_options(options)
         found = find_checkpoint(text if "://" in text else os.path.expanduser(text))
-        state = _state(found.store.url, found.name)
+        state = read_state(found.url, configured=True)
         manifest = found.store.manifest(found.name)
         run_id, versions = printable(manifest.get("run_id")), manifest.get("versions", {})
         replaced = [key_of(line) for line in typed if key_of(line) in GROUPS]
@@ -195,7 +195,7 @@ class Use:
         repeated = Repeated(
             word=text,
             typed=typed,
-            stored=admitted(stored, typed, source=f"{printable(found.url)}/state.json"),
+            stored=admitted(stored, typed, source=f"{printable(found.url)}/{STATE}", roaming=False),
             config=_without(state["config"], left_out),
             record={"versions": versions},
             checkpoint=found.url,
@@ -347,21 +347,6 @@ def _check_options(options: dict[str, Any]) -> None:
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--to {options['to']}: {target.parent} cannot be written to: type another folder")
     options["to"] = str(target)
-
-
-def _state(url: str, name: str) -> dict[str, Any]:
-    """What ``state.json`` says, with a configuration in it."""
-    from shardwise.checkpoint.filesystems import open_folder, reason
-    from shardwise.checkpoint.manifest import MAX_BYTES, printable
-
-    path = printable(f"{url}/{name}/state.json")
-    try:
-        state = json.loads(open_folder(url).read(name, "state.json", limit=MAX_BYTES))
-    except Exception as error:  # object stores have errors of their own
-        raise ConfigError(f"{path} cannot be read ({reason(error)})") from error
-    if not isinstance(state, dict) or not isinstance(state.get("config"), dict):
-        raise ConfigError(f"{path} is damaged: the configuration of the run is expected under config")
-    return state
 
 
 def _typed(key: str, typed: Sequence[str]) -> bool:

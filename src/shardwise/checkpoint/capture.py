@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.index import StoredTensors
-from shardwise.checkpoint.model_state import check_stored_model, model_pieces, plain_names, plain_ties
+from shardwise.checkpoint.model_state import PREFIX, check_stored_model, model_pieces, plain_names, plain_ties
 from shardwise.checkpoint.optimizer_state import check_optimizer, optimizer_pieces
 from shardwise.checkpoint.plain import from_plain, to_plain
-from shardwise.checkpoint.rank_state import between_epochs, metric_states, random_state
+from shardwise.checkpoint.rank_state import batch_statistics, between_epochs, metric_states, random_state
 from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.tensors import read_below
 from shardwise.data.order import step_after
@@ -59,7 +59,10 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
     """
     module, rank = trainer.lightning_module, trainer.global_rank
     names = plain_names(module)
-    pieces = model_pieces(names)
+    keys = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    # Of a buffer that differs between ranks the first rank's counts; each has its own batch statistics besides.
+    pieces = model_pieces({k: t for k, t in names.items() if rank == 0 or isinstance(t, nn.Parameter | DTensor)})
+    pieces |= {f"buffers/{rank}/{name}": pieces_of(own) for name, own in batch_statistics(module).items()}
     plain: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
@@ -75,7 +78,14 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
     pieces |= {f"random/{rank}/{name}": pieces_of(own) for name, own in random_state().items()}
     pieces |= {f"metrics/{rank}/{name}": pieces_of(own) for name, own in metric_states(trainer).items()}
     # The hooks may say of themselves what they want to keep, in the dictionary that Lightning would save.
-    hooks: dict[str, Any] = {"state_dict": {}, **plain, "callbacks": call._call_callbacks_state_dict(trainer)}
+    whole = {f"{'' if name in keys else PREFIX}{name}": tensor for name, tensor in names.items()}
+    hooks: dict[str, Any] = {"state_dict": dict(whole), **plain, "callbacks": call._call_callbacks_state_dict(trainer)}
+    hooks["callback_metrics"] = dict(trainer.callback_metrics)
+    hooks["extra_states"] = {
+        path: inner.get_extra_state()
+        for path, inner in module.named_modules()
+        if type(inner).get_extra_state is not nn.Module.get_extra_state
+    }
     plugin: Any = trainer.precision_plugin
     if state := plugin.state_dict():
         hooks[type(plugin).__qualname__] = state
@@ -84,7 +94,14 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
         hooks[type(datamodule).__qualname__] = state
     call._call_callbacks_on_save_checkpoint(trainer, hooks)
     call._call_lightning_module_hook(trainer, "on_save_checkpoint", hooks)
-    hooks.pop("state_dict")
+    left = hooks.pop("state_dict")
+    for name in {name for name, tensor in left.items() if tensor is not whole.get(name)}:
+        raise ConfigError(
+            f"a callback or on_save_checkpoint has put {name} into the checkpoint's state_dict, which all ranks write in "
+            f"parts: keep it under a key of its own (weight averaging: a copy of the model as a submodule)"
+        )
+    for name in set(whole) - set(left):  # left out on purpose, such as a frozen part
+        pieces.pop(f"model/{name if name in names else name.removeprefix(PREFIX)}", None)
     extra: dict[str, Tensor] = {}
     state = {
         "lightning": to_plain(hooks, extra, at="extra"),

@@ -1,7 +1,9 @@
 """The checkpoint that a text names: a checkpoint's folder, ``last`` or ``best``, a folder of them, or a run folder."""
 
 import contextlib
+import errno
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwise.checkpoint.filesystems import LocalFolder, ObjectFolder, open_folder, reason
@@ -56,13 +58,9 @@ def find_checkpoint(text: str, *, contents: bool = True) -> Found:
             f"the newest whole one here is {printable(store.url_of(whole))}" if whole else "no other here is whole"
         )
         raise ConfigError(f"{shown} is damaged or incomplete: {in_short(problems)}; {instead}")
-    name, skipped = store.newest_whole(contents=contents)
-    for newer, problems in skipped.items():
-        if NEWER in problems[0]:  # it is not damaged: going back behind it would lose it
-            older = f", or type an older checkpoint, such as {printable(store.url_of(name))}" if name else ""
-            raise ConfigError(f"{newer} in {shown} {problems[0].partition(': ')[2]}: install a newer shardwise{older}")
-    if name is not None:
-        return Found(store, name, skipped)
+    found, skipped = newest_whole([store], shown=shown, contents=contents)
+    if found is not None:
+        return found
     if not skipped:
         raise ConfigError(f"{shown} has no checkpoint yet: {printable(store.url)} holds none")
     # One that was finished once says more than one that never was.
@@ -71,6 +69,61 @@ def find_checkpoint(text: str, *, contents: bool = True) -> Found:
     raise ConfigError(
         f"{shown} has no whole checkpoint: {newest} is damaged or incomplete ({in_short(skipped[newest])}){more}"
     )
+
+
+def stores_of(run_folder: str | os.PathLike[str]) -> list[Store]:
+    """Where checkpoints of a run may lie: where its config.yaml says, and, if that is elsewhere, in its own folder.
+
+    A run that was resumed with another ``checkpoint.folder``, and ended before it saved there, has them in the latter.
+
+    Raises:
+        ConfigError: as for ``checkpoints_of``.
+    """
+    named, own = checkpoints_of(run_folder), Store(f"{open_folder(run_folder).url.rstrip('/')}/checkpoints")
+    return [named] if named.url == own.url else [named, own]
+
+
+def newest_whole(
+    stores: Sequence[Store], *, shown: str, contents: bool = True
+) -> tuple[Found | None, dict[str, list[str]]]:
+    """The newest whole checkpoint of several stores, the first of which is preferred, and what is newer and not whole.
+
+    Args:
+        stores: where to look.
+        shown: what they are called where something is wrong.
+        contents: whether every file's checksum is compared; sizes are in any case.
+
+    Returns:
+        The checkpoint, None if there is none, and ``{name: problems}``, with the whole URL for a name outside of the
+        first store.
+
+    Raises:
+        ConfigError: one that would be newer is of a newer format, or cannot be read; or there is none, and the disk has
+            failed where there was one.
+    """
+    best: Found | None = None
+    skipped: dict[str, list[str]] = {}
+    for store in stores:
+        if best is not None and max(map(step_of, store.names()), default=-1) <= step_of(best.name):
+            continue
+        name, newer = store.newest_whole(contents=contents)
+        if name is not None and (best is None or step_of(name) > step_of(best.name)):
+            best = Found(store, name, {})
+        skipped |= {one if store is stores[0] else store.url_of(one): problems for one, problems in newer.items()}
+    if best is not None:
+        least = step_of(best.name)
+        skipped = {one: problems for one, problems in skipped.items() if step_of(one.rpartition("/")[2]) >= least}
+        best = best._replace(skipped=skipped)
+    for one, problems in skipped.items():
+        if NEWER in problems[0]:  # it is not damaged: going back behind it would lose it
+            older = f", or type an older checkpoint, such as {printable(best.url)}" if best is not None else ""
+            raise ConfigError(f"{one} in {shown} {problems[0].partition(': ')[2]}: install a newer shardwise{older}")
+        failure = next((problem for problem in problems if f"({os.strerror(errno.EIO)})" in problem), None)
+        if best is None and failure is not None:  # all of them: rather a mount that is gone than that many sectors
+            raise ConfigError(
+                f"{one} in {shown}: {failure}, and no other is whole: see that its disk works, or remove it"
+            )
+    return best, skipped
 
 
 def locate(text: str) -> tuple[Store, str | None]:

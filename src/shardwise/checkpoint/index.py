@@ -22,6 +22,18 @@ class DamagedError(ConfigError):
     """What was written, or is to be read, is not what it should be."""
 
 
+def portable(error: BaseException) -> Exception:
+    """An error that can travel to the other ranks: those of object stores cannot all be pickled."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, DamagedError):
+        return DamagedError(text)
+    if isinstance(error, ConfigError):
+        return ConfigError(text)
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror or text)
+    return RuntimeError(f"{type(error).__name__}: {text}")
+
+
 class StoredTensors(Mapping[str, tuple[tuple[int, ...], torch.dtype]]):
     """Key -> (shape, format) of every tensor in a checkpoint; read once, for all that is loaded from it.
 

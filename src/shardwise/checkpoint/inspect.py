@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from shardwise.checkpoint.filesystems import open_folder, reason
+from shardwise.checkpoint.filesystems import reason
 from shardwise.checkpoint.find import locate
-from shardwise.checkpoint.manifest import MAX_BYTES, printable
+from shardwise.checkpoint.manifest import printable
+from shardwise.checkpoint.reader import read_plain
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ConfigError
 
-STATE = "state.json"
 LARGEST = 10
 """Tensors that are listed unless all are asked for."""
 MAX_WIDTH = 100
@@ -112,10 +112,9 @@ def _manifest(store: Store, name: str) -> dict[str, Any]:
 
 def _state(store: Store, name: str) -> dict[str, Any]:
     try:
-        plain = json.loads(open_folder(store.url).read(name, STATE, limit=MAX_BYTES))
-    except Exception:  # whatever a damaged file makes of it; the problems say so
-        return {}
-    return plain if isinstance(plain, dict) else {}
+        return read_plain(store.url_of(name))
+    except ConfigError:
+        return {}  # the problems say why
 
 
 def _tensors(url: str) -> tuple[dict[str, dict[str, Any]], str | None]:

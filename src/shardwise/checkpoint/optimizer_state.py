@@ -50,8 +50,11 @@ def load_optimizer(
     stored: StoredTensors,
     saved: Mapping[str, Any],
     now: list[dict[str, Any]],
-) -> None:
+) -> list[float]:
     """Read an optimizer's state, and take over the values of its groups.
+
+    Returns:
+        Of each group, the base rate now over that of then.
 
     Args:
         module: holds the parameters.
@@ -68,36 +71,49 @@ def load_optimizer(
     check_optimizer(saved, type(optimizer).__name__, where=stored.url)
     names = optimizer_names(plain_names(module), optimizer)
     then = sorted(name for group in saved["groups"] for name in group["params"])
-    if then != sorted(names.values()):
-        raise ConfigError(f"{stored.url} has an optimizer over other parameters: {len(then)} there, {len(names)} here")
+    groups = len(saved["groups"]), len(optimizer.param_groups)
+    if then != sorted(names.values()) or groups[0] != groups[1]:
+        counts = f"{len(then)} in {groups[0]} groups there, {len(names)} in {groups[1]} here"
+        raise ConfigError(f"{stored.url} has an optimizer over other parameters: {counts}")
     keys: dict[str, list[str]] = {}
     for key in stored:
         owner, _, kind = key.removeprefix(f"optimizer/{index}/").rpartition("/")
         if key.startswith(f"optimizer/{index}/"):
             keys.setdefault(owner, []).append(kind)
+    # torch keeps the count of steps with its parameter only if the step itself runs on a GPU.
+    on_device = {
+        p for group in optimizer.param_groups if group.get("capturable") or group.get("fused") for p in group["params"]
+    }
     pieces = {}
     for parameter, name in names.items():
         state = dict(saved["values"].get(name, {}))
         for kind in keys.get(name, ()):
-            key = f"optimizer/{index}/{name}/{kind}"
-            state[kind] = _state_tensor(parameter, *stored[key])
-            pieces[key] = pieces_of(state[kind])
+            shape, dtype = stored[f"optimizer/{index}/{name}/{kind}"]
+            if kind != "step" and dtype.is_floating_point and dtype == stored[f"model/{name}"][1]:
+                dtype = parameter.dtype  # it was as its parameter, and the run may go on in another precision
+            device = torch.device("cpu") if kind == "step" and parameter not in on_device else parameter.device
+            state[kind] = _state_tensor(parameter, shape, dtype, device)
+            pieces[f"optimizer/{index}/{name}/{kind}"] = pieces_of(state[kind])
         if state:
             optimizer.state[parameter] = state
     read_tensors(pieces, stored)
+    factors = []
     for group, theirs, made_then, made_now in zip(
         optimizer.param_groups, saved["groups"], saved["constructed"], now, strict=True
     ):
-        group.update({k: v for k, v in theirs.items() if k != "params" and made_then.get(k) == made_now.get(k)})
+        base = "initial_lr" if "initial_lr" in made_then and "initial_lr" in made_now else "lr"
+        same = made_then[base] == made_now[base] or not made_then[base]
+        factors.append(1.0 if same else made_now[base] / made_then[base])
+        kept = {key for key in theirs if key != "params" and made_then.get(key) == made_now.get(key)}
+        group.update({key: theirs[key] for key in kept})
+        group["lr"] = theirs["lr"] if same else theirs["lr"] * factors[-1]
+    return factors
 
 
-def _state_tensor(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _state_tensor(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for a piece of an optimizer's state: placed as the parameter if it has its shape."""
-    if dtype.is_floating_point and tuple(parameter.shape) == shape:
-        dtype = parameter.dtype  # the run may go on in another precision
-    if tuple(parameter.shape) != shape or not shape:
-        # A count of steps stays on the CPU, where torch keeps it.
-        return torch.zeros(shape, dtype=dtype, device=parameter.device if shape else "cpu")
+    if tuple(parameter.shape) != shape or device != parameter.device:
+        return torch.zeros(shape, dtype=dtype, device=device)
     if isinstance(parameter, DTensor):
         return DTensor(torch.zeros_like(parameter.to_local(), dtype=dtype), parameter._spec, requires_grad=False)
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -121,14 +137,25 @@ def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def follow_schedule(scheduler: Any, *, optimizer: Optimizer) -> None:
-    """Let a schedule that is a function of the step (ours is) set the rates of the step that it has come to.
+def follow_schedule(scheduler: Any, factors: list[float], *, optimizer: Optimizer) -> None:
+    """Let a schedule that was restored go on from the base rates of now.
 
-    They are what they were unless the base rate or the schedule was changed since.
+    One that is a function of the step (ours is) sets the rates of the step that it has come to; they are what they were
+    unless the base rate or the schedule was changed since.
+
+    Args:
+        scheduler: as Lightning has restored it.
+        factors: of each group, the base rate now over that of then.
+        optimizer: its own.
     """
-    if type(scheduler) is not LambdaLR:
-        return
-    scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-    for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = base * factor(scheduler.last_epoch)
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    for inner in getattr(scheduler, "_schedulers", ()):
+        follow_schedule(inner, factors, optimizer=optimizer)
+    if type(scheduler) is LambdaLR:
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    elif any(factor != 1.0 for factor in factors):
+        for name in ("base_lrs", "_last_lr"):
+            if len(rates := getattr(scheduler, name, ())) == len(factors):
+                setattr(scheduler, name, [rate * factor for rate, factor in zip(rates, factors, strict=True)])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError
 
@@ -29,10 +30,14 @@ def to_plain(value: Any, tensors: dict[str, Tensor], *, at: str) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, DTensor):
+        raise ConfigError(f"{_dotted(at)} is a part of a tensor (DTensor), which no hook gets back: keep full_tensor()")
     if isinstance(value, Tensor):
+        while at in tensors:  # of {"a/b": ..., "a": {"b": ...}}
+            at += "'"
         tensors[at] = value
         return {"$tensor": at}
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), tensors, at=at)}
     if isinstance(value, np.generic):
         return to_plain(value.item(), tensors, at=at)
@@ -56,9 +61,13 @@ def to_plain(value: Any, tensors: dict[str, Tensor], *, at: str) -> Any:
             ]
         }
     raise ConfigError(
-        f"{at.replace('/', '.')} is a {type(value).__name__}, which no checkpoint takes: plain values, lists, dicts "
+        f"{_dotted(at)} is a {type(value).__name__}, which no checkpoint takes: plain values, lists, dicts "
         f"and tensors only (state_dict and on_save_checkpoint decide)"
     )
+
+
+def _dotted(at: str) -> str:
+    return at.replace("/", ".")
 
 
 def from_plain(plain: Any, tensor: Callable[[str], Tensor]) -> Any:

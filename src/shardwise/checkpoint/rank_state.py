@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import Trainer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from shardwise.checkpoint.index import StoredTensors
@@ -38,6 +39,23 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
     random.setstate((int(version), tuple(map(int, rest)), gauss if has else None))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
+    """Running statistics of batches, which every rank has of its own share unless something shares them out."""
+    return {
+        f"{path}.{name}": buffer
+        for path, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        for name, buffer in layer.named_buffers(recurse=False)
+    }
+
+
+def load_batch_statistics(module: nn.Module, states: Mapping[str, Tensor]) -> None:
+    """Put back what ``batch_statistics`` gave."""
+    for name, buffer in batch_statistics(module).items():
+        if name in states:
+            buffer.copy_(states[name])
 
 
 def _metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:

@@ -1,5 +1,6 @@
 """When a run is saved, and that all ranks stop together: a Lightning callback."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor
 
 from shardwise.checkpoint.capture import capture
@@ -17,6 +19,9 @@ from shardwise.checkpoint.manifest import FORMAT_VERSION, step_name, step_of
 from shardwise.checkpoint.retention import best_first, retained
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.writer import Writer
+from shardwise.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 GO_ON, SAVE, STOP = 0, 1, 2
 """What a rank wishes for at the end of a step; the largest wish of all ranks is what happens."""
@@ -101,6 +106,8 @@ class SaveCheckpoints(Callback):
         self._taken_up = False
         self._last_time = 0.0
         self._trainer: Trainer | None = None
+        self._started = False
+        self._judged: Any = None
 
     # ---- the moments ----------------------------------------------------------------------------------------------
 
@@ -121,7 +128,36 @@ class SaveCheckpoints(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_step = trainer.global_step  # after a checkpoint was loaded
+        self._check_folder(trainer)
         self._take_up(trainer)
+        if trainer.is_global_zero and any(isinstance(c, BaseFinetuning) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            log.warning("BaseFinetuning: once it has unfrozen layers, this run cannot be resumed")
+        # What cannot be saved is to show now, and not when hours would be lost.
+        strategy: Any = trainer.strategy
+        capture(trainer, constructed=strategy.constructed)
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if not self._started:  # what was measured before the checkpoint is judged already
+            self._started, self._judged = True, trainer.callback_metrics.get(self.monitor or "")
+
+    def _check_folder(self, trainer: Trainer) -> None:
+        """Refuse to begin a training among the checkpoints of another one: theirs would be removed in time.
+
+        Raises:
+            ConfigError: on every rank.
+        """
+        fault = None
+        if trainer.is_global_zero and trainer.global_step == 0 and self._writer is not None:
+            store, ours = self._writer.store, self.manifest.get("run_id")
+            newest = store.names()[-1:]
+            whole = bool(newest) and not store.problems(newest[0], contents=False)
+            if whole and (ours is None or store.manifest(newest[0]).get("run_id") != ours):
+                fault = (
+                    f"{store.url} holds {newest[0]} of another training: go on from it with ckpt_path, or save into "
+                    f"another folder"
+                )
+        if (fault := trainer.strategy.broadcast(fault)) is not None:
+            raise ConfigError(fault)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._taken_up:  # the checkpoint is of the last step, and there was nothing to train
@@ -187,6 +223,11 @@ class SaveCheckpoints(Callback):
         step = trainer.global_step
         pieces, plain = capture(trainer, constructed=strategy.constructed)
         metrics = _numbers(trainer.callback_metrics)
+        if self.monitor is not None:
+            value = trainer.callback_metrics.get(self.monitor)
+            if value is self._judged:  # the value of an earlier step, which has its checkpoint
+                metrics.pop(self.monitor, None)
+            self._judged = value
         versions = {"torch": torch.__version__, "pytorch-lightning": pl.__version__}
         mesh = strategy.dims.shape
         state = {

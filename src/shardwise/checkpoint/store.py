@@ -20,7 +20,7 @@ from shardwise.checkpoint.manifest import (
     step_name,
     step_of,
 )
-from shardwise.checkpoint.verify import checksum, file_problems, read_manifest
+from shardwise.checkpoint.verify import UnreadableError, checksum, file_problems, read_manifest
 from shardwise.errors import ConfigError
 
 __all__ = ["Store", "checkpoints_of", "checksum", "step_name", "step_of"]
@@ -98,6 +98,9 @@ class Store:
 
         Args:
             contents: whether files are read and their checksums compared; presence and sizes are looked at anyway.
+
+        Raises:
+            ConfigError: something cannot be read now, which is another thing than damage.
         """
         if not _is_plain(name):
             return [f"{printable(name)}: no name of a checkpoint"]
@@ -115,6 +118,10 @@ class Store:
         """The newest checkpoint that is whole, and ``{name: problems}`` of everything newer, the newest first.
 
         It stops at the first whole one. None if there is none.
+
+        Raises:
+            ConfigError: the store, or something newer than the first whole one, cannot be read now: to go back behind
+                it would lose it.
         """
         for _ in range(3):  # a writer may have renamed the only one between the list and the look
             candidates = self._candidates()
@@ -186,7 +193,10 @@ class Store:
         folder, data = self._folder, dump_manifest({"step": step_of(_published_name(name)), **manifest})
         files = manifest["files"]
         place = folder.place_of(name)
-        found = file_problems(folder, place, files, contents=False)
+        try:
+            found = file_problems(folder, place, files, contents=False)
+        except UnreadableError as error:
+            found = [str(error)]
         if found:
             raise OSError(f"{self.url_of(place)} is not published: {'; '.join(found[:3])}")
         folder.commit(name, data, list(files))

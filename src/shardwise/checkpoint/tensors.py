@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from shardwise.checkpoint.files import Files, FileSums
-from shardwise.checkpoint.index import DamagedError, StoredTensors
+from shardwise.checkpoint.index import DamagedError, StoredTensors, portable
 from shardwise.errors import ConfigError
 from shardwise.parallel.pieces import Pieces, pieces_of
 
@@ -85,7 +85,7 @@ def _verified(files: "Files") -> FileSums | Exception:
             for one in synced:
                 one.result()
     except Exception as error:
-        return error
+        return portable(error)
     return files.sums
 
 

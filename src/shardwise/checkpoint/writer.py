@@ -16,6 +16,7 @@ import xxhash
 from fsspec.core import url_to_fs
 from torch import Tensor
 
+from shardwise.checkpoint.index import portable
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.tensors import FileSums, write_tensors
 from shardwise.errors import ConfigError
@@ -159,10 +160,10 @@ class Writer:
         try:
             result = act()
         except Exception as raised:
-            error = raised
+            if self._group is None:
+                raise
+            error = portable(raised)
         if self._group is None:
-            if error is not None:
-                raise error
             return result
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, (result, error), group=self._group)

@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ class ShardedDataModule(LightningDataModule):
         # A split that is drawn without a seed of its own has to be the same on every rank, in every call and every run.
         with seeded(stable_seed("setup")):
             self.inner.setup(stage)
-        self._num_train_samples = None
+        if stage == "fit":  # what is saved after an evaluation is of the training set too
+            self._num_train_samples = None
 
     def teardown(self, stage: str) -> None:
         self.inner.teardown(stage)
@@ -118,17 +119,43 @@ class ShardedDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, which means the same for every data-parallel size, and ``inner``'s own state."""
+        return {
+            "samples_seen": self.position,
+            "global_size": self.global_size,
+            "num_train_samples": self._num_train_samples,
+            "inner": self.inner.state_dict(),
+        }
+
+    @property
+    def position(self) -> int:
+        """Samples seen up to now, in this fit and before it."""
         trainer: Any = self.trainer
-        position = self.samples_seen if trainer is None else self._position(trainer)()
-        return {"samples_seen": position, "global_size": self.global_size, "inner": self.inner.state_dict()}
+        return self.samples_seen if trainer is None else self._position(trainer)()
+
+    def check_same_data(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse to go on in another data set than the one of ``state_dict``; needs ``setup("fit")``.
+
+        The order of samples is drawn for their number, so a position means other samples in a set of another length.
+
+        Raises:
+            ConfigError: the training set is of another length now.
+        """
+        then, now = state_dict.get("num_train_samples"), self.num_train_samples
+        if then is not None and now is not None and then != now:
+            raise ConfigError(
+                f"the training set had {then} samples and has {now} now, where the position means other ones: give the"
+                f" data of then, or start a new run with new data, without resume= and with init_from=<checkpoint>"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on after the samples that were seen; an evaluation has no use for that.
 
         Raises:
-            ConfigError: that is not at a border of global batches of the present size.
+            ConfigError: that is not at a border of global batches of the present size, or the training set is of
+                another length.
         """
         if self.trainer is None or self.trainer.state.fn == "fit":
+            self.check_same_data(state_dict)
             step_after(state_dict["samples_seen"], global_size=self.global_size)
             self.samples_seen = state_dict["samples_seen"]
             self._start = None

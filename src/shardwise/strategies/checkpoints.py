@@ -3,18 +3,20 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pytorch_lightning.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.capture import continue_epoch, lightning_checkpoint
+from shardwise.checkpoint.find import POINTERS
 from shardwise.checkpoint.index import StoredTensors
 from shardwise.checkpoint.model_state import load_model
 from shardwise.checkpoint.optimizer_state import follow_schedule, group_values, load_optimizer
-from shardwise.checkpoint.rank_state import load_metric_states, rank_state, set_random_state
+from shardwise.checkpoint.rank_state import load_batch_statistics, load_metric_states, rank_state, set_random_state
 from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.errors import ConfigError
 from shardwise.parallel.state import (
     load_sharded_optimizer_state,
     load_whole_model_state,
@@ -34,6 +36,8 @@ class _Folder:
     state: dict[str, Any]
     """What its ``state.json`` says."""
     stored: StoredTensors
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What was logged last, by name."""
 
 
 class MeshCheckpoints(MeshProcess):
@@ -45,7 +49,10 @@ class MeshCheckpoints(MeshProcess):
 
     constructed: list[list[dict[str, Any]]]
     """The values of each optimizer's groups when it was made."""
+    verify_checkpoints = True
+    """Whether every byte of a checkpoint folder is compared with its checksum before it is loaded."""
     _folder: _Folder | None = None
+    _rate_factors: list[list[float]]
     seed: int
 
     @property
@@ -61,11 +68,12 @@ class MeshCheckpoints(MeshProcess):
         """Without running code out of the file, unless ``weights_only=False`` is typed; of a folder never."""
         path = str(checkpoint_path)
         self._folder = None
-        if "://" not in path and not os.path.isdir(path):
+        if "://" not in path and not os.path.isdir(path) and os.path.basename(path) not in POINTERS:
             return super().load_checkpoint(checkpoint_path, weights_only=True if weights_only is None else weights_only)
-        url, state = open_checkpoint(path)
+        url, state = self._opened(path)
         self._folder = _Folder(state, StoredTensors(url))
         checkpoint = lightning_checkpoint(state["trainer"], self._folder.stored)
+        self._folder.metrics = checkpoint.pop("callback_metrics", {})
         if not self._fitting:
             checkpoint.pop("loops", None)  # those of training; Lightning would look for the loop that is to run
         return checkpoint
@@ -74,6 +82,18 @@ class MeshCheckpoints(MeshProcess):
     def _fitting(self) -> bool:
         assert self.lightning_module is not None
         return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+    def _opened(self, path: str) -> tuple[str, dict[str, Any]]:
+        """Where a folder is and what it says; the first rank compares every checksum, unless somebody has."""
+        opened, fault = None, None
+        try:
+            opened = open_checkpoint(path, contents=self.verify_checkpoints and self.is_global_zero)
+        except ConfigError as error:
+            fault = str(error)
+        fault = self.broadcast(fault) or fault
+        if opened is None or fault is not None:
+            raise ConfigError(fault)
+        return opened
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model; where parameters are sharded, on rank 0's CPU, empty elsewhere, and a collective."""
@@ -84,6 +104,8 @@ class MeshCheckpoints(MeshProcess):
         assert self.lightning_module is not None
         if self._folder is not None:
             load_model(self.lightning_module, self._folder.stored, strict=strict)
+            for name, extra in checkpoint.get("extra_states", {}).items():
+                self.lightning_module.get_submodule(name).set_extra_state(extra)
             if not self._fitting:
                 self._folder = None  # a training that follows has nothing to put back
         elif self.holds_parts:
@@ -98,9 +120,10 @@ class MeshCheckpoints(MeshProcess):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
+        self._rate_factors = [[] for _ in self.optimizers]
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             if self._folder is not None:
-                load_optimizer(
+                self._rate_factors[index] = load_optimizer(
                     self.lightning_module,
                     optimizer,
                     index,
@@ -121,11 +144,15 @@ class MeshCheckpoints(MeshProcess):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         for config in trainer.lr_scheduler_configs:
-            follow_schedule(config.scheduler, optimizer=config.scheduler.optimizer)
+            optimizer = config.scheduler.optimizer
+            follow_schedule(config.scheduler, self._rate_factors[self.optimizers.index(optimizer)], optimizer=optimizer)
         continue_epoch(trainer)
+        connector: Any = trainer._logger_connector
+        connector._callback_metrics.update(folder.metrics)
         if folder.state["mesh"] == self.dims.shape:
             set_random_state(rank_state("random", self.global_rank, folder.stored))
             load_metric_states(trainer, rank_state("metrics", self.global_rank, folder.stored))
+            load_batch_statistics(self.lightning_module, rank_state("buffers", self.global_rank, folder.stored))
         else:
             if self.is_global_zero and any(key.startswith("metrics/") for key in folder.stored):
                 log.warning("metrics of the epoch begin anew: the ranks that have added them up are other ones now")

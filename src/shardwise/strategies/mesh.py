@@ -227,6 +227,25 @@ class MeshStrategy(MeshCheckpoints):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.continue_training()
+        self._settle_buckets()
+
+    def _settle_buckets(self) -> None:
+        """Let DistributedDataParallel order its buckets before the first step.
+
+        It orders them anew after its first backward pass, so that sums over ranks round otherwise from then on: a run
+        that is resumed in step 7 would differ from one that goes through. A pass over nothing is its first here.
+        """
+        model, module = self.model, self.lightning_module
+        if not isinstance(model, DistributedDataParallel) or self._find_unused_parameters:
+            return
+        assert module is not None
+        trained, forward = [p for p in module.parameters() if p.requires_grad], module.forward
+        module.forward = lambda: torch.stack([p.flatten()[:1].sum().real.double() for p in trained]).sum()  # type: ignore
+        try:
+            model().backward()
+        finally:
+            module.forward = forward  # type: ignore[method-assign]
+        module.zero_grad()
 
     def model_to_device(self) -> None:
         """Nothing: parameters are created where they belong."""
