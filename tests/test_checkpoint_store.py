@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from shardwise.checkpoint import filesystems
-from shardwise.checkpoint.find import find_checkpoint, locate
+from shardwise.checkpoint.find import find_checkpoint, locate, newest_whole
 from shardwise.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -27,6 +27,7 @@ from shardwise.checkpoint.manifest import (
     step_name,
     step_of,
 )
+from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.retention import best_first, retained
 from shardwise.checkpoint.store import Store, checkpoints_of, checksum
 from shardwise.errors import ConfigError
@@ -705,6 +706,92 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path) -> None:
         Store(tmp_path / "file").names()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied"),
+        TimeoutError(errno.ETIMEDOUT, "timed out"),
+        ConnectionError("refused"),
+        OSError("Forbidden"),
+        RuntimeError("an object store's own"),
+    ],
+)
+@pytest.mark.parametrize("method", ["read", "open", "sizes"])
+def test_what_cannot_be_read_is_not_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
+) -> None:
+    """Nobody goes back behind a checkpoint because its store is away for a moment."""
+    save(store, 1)
+    save(store, 2)
+    whole = getattr(store._folder, method)
+
+    def away(*parts: Any, **options: Any) -> Any:
+        if parts[0] == "step_00000002":
+            raise error
+        return whole(*parts, **options)
+
+    monkeypatch.setattr(store._folder, method, away)
+    for look in (store.newest_whole, lambda: store.problems("step_00000002"), lambda: newest_whole([store], shown="x")):
+        with pytest.raises(ConfigError, match=r"step_00000002.* cannot be read \(.*\): (ask|try)"):
+            look()
+
+
+def test_a_disk_that_fails_is_damage_unless_it_took_all(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store, 1)
+    save(store, 2)
+    whole, broken = store._folder.open, {"step_00000002"}
+
+    def failing(name: str, file: str) -> Any:
+        if name in broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(name, file)
+
+    monkeypatch.setattr(store._folder, "open", failing)
+    name, skipped = store.newest_whole()
+    assert name == "step_00000001"
+    assert "cannot be read (Input/output error)" in skipped["step_00000002"][0]
+    broken.add("step_00000001")
+    with pytest.raises(ConfigError, match=r"step_00000002 in x: .*Input/output error.*no other is whole"):
+        newest_whole([store], shown="x")
+
+
+def test_a_state_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.json"
+    for text, said in (
+        ("[" * 200_000, "nested too deep|cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "is damaged: a mapping is expected"),
+        ("{}", "is damaged: format_version, step, mesh, trainer is missing"),
+        ('{"format_version": 9, "step": 1, "mesh": {}, "trainer": {}}', "is of format 9, this shardwise reads up to 1"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_state(str(tmp_path))
+    with pytest.raises(ConfigError, match="the configuration of the run is expected"):
+        read_state(str(tmp_path), configured=True)
+    monkeypatch.setattr("shardwise.checkpoint.reader.MAX_BYTES", 10)
+    with pytest.raises(ConfigError, match="it has more than 10 bytes"):
+        read_state(str(tmp_path))
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"is no checkpoint: state\.json is missing"):
+        read_state(str(tmp_path))
+    path.symlink_to("/proc/self/environ")
+    with pytest.raises(ConfigError, match="a link that leads out of the folder"):
+        read_state(str(tmp_path))
+
+
+def test_a_run_s_configuration_that_cannot_be_read_is_not_passed_over(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*parts: Any, **options: Any) -> Any:
+        raise TimeoutError(errno.ETIMEDOUT, "timed out")
+
+    monkeypatch.setattr(filesystems.LocalFolder, "read", away)
+    monkeypatch.setattr("os.path.isfile", lambda path: False)
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read \(timed out\)"):
+        checkpoints_of(run)
+
+
 @pytest.mark.parametrize(("url", "package"), [("s3://bucket/x", "s3fs"), ("gs://bucket/x", "gcsfs")])
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, url: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -737,8 +824,8 @@ def test_no_permission(run: Path) -> None:
 
     (root / "step_00000200" / MANIFEST).chmod(0)
     text = refused(lambda: find_checkpoint(str(root / "last")))
-    assert "manifest.json: cannot be read (Permission denied)" in text
-    assert f"the newest whole one here is {root / 'step_00000100'}" in text
+    assert "step_00000200/manifest.json cannot be read (Permission denied): ask its owner for permission" in text
+    assert refused(lambda: find_checkpoint(str(run))) == text, "an older one would lose what is there"
     root.chmod(0)
     try:
         for path in (root, root / "step_00000200"):

@@ -221,6 +221,22 @@ def test_a_stranger_s_checkpoint_cannot_drive_the_terminal(tmp_path: Path, capsy
             assert max(map(len, out.splitlines())) < 600
 
 
+def test_a_state_without_end_or_bottom_is_left_out(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits are those of every reader of it."""
+    path = run / "checkpoints" / "step_00000200"
+    monkeypatch.setattr("shardwise.checkpoint.reader.MAX_BYTES", 10)
+    status, out, err = inspect(capsys, path)
+    assert (status, err) == (0, "")
+    assert "samples seen" not in out
+    monkeypatch.undo()
+    (path / "state.json").write_text("[" * 200_000)
+    status, out, err = inspect(capsys, path)
+    assert (status, err) == (1, "")
+    assert "state.json: 200000 bytes" in out
+
+
 def test_it_is_a_command(run: Path) -> None:
     command = [sys.executable, "-m", "shardwise", "inspect", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -6,16 +6,20 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 
 from checkout import ROOT
-from shardwise.checkpoint.manifest import step_name
-from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.filesystems import LocalFolder
+from shardwise.checkpoint.manifest import SEAL, _seal, step_name
+from shardwise.checkpoint.store import Store, checksum
 from shardwise.config import from_plain
 from shardwise.errors import ConfigError
+from shardwise.job import Job
+from shardwise.launch import _restarted
 from shardwise.resolve import find_world
 from test_failures import alive, start, wait_until
 
@@ -333,6 +337,79 @@ def test_a_damaged_checkpoint_is_left_out_by_name(tmp_path, paced):
     assert "step_00000006" in errors
     assert "restart 1 of 1: the run goes on from step 3" in errors
     assert [step for step, _ in losses(folder)] == list(range(1, 12))
+
+
+@pytest.mark.slow
+def test_a_crash_before_the_first_save_in_a_new_place_loses_nothing(tmp_path, paced):
+    root, new = tmp_path / "broken_outputs", tmp_path / "new"
+    process = start(tmp_path, *TRAIN, *TINY, *RESTARTS, "trainer.max_steps=6", f"output_root={root}")
+    end(tmp_path, process, paced, seconds=120)
+    folder = only_run(root)
+    words = [f"resume={folder}", f"checkpoint.folder={new}", "launch.max_restarts=1", "plugins=[paced]"]
+    fault = [BREAK, "+callbacks.break.kind=kill", "+callbacks.break.step=8", "trainer.max_steps=11"]
+    process = start(tmp_path, *TRAIN, *words, *fault)
+    errors = end(tmp_path, process, paced, seconds=120)
+    assert process.returncode == 0, errors
+    assert "restart 1 of 1: the run goes on from step 6" in errors
+    assert [step for step, _ in losses(folder)] == list(range(1, 12))
+    assert Store(new / folder.name).last() == step_name(11)
+
+
+def save_small(store, step, **more):
+    place = Path(store.begin(step_name(step)))
+    (place / "state.json").write_text("{}")
+    files = {"state.json": {"bytes": 2, "xxh3_128": checksum(place / "state.json")}}
+    store.publish(step_name(step), {"files": files, **more})
+    return store.url_of(step_name(step))
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A run that was resumed from elsewhere and saves in its own folder."""
+    folder = tmp_path / "outputs" / "run"
+    (folder / "ranks").mkdir(parents=True)
+    origin = save_small(Store(tmp_path / "old" / "run"), 30)
+    return Job(config={}, world={}, run_id="run", run_folder=str(folder), checkpoint=origin, resumed=True)
+
+
+def test_a_restart_goes_on_from_where_the_run_began_until_it_has_saved(tmp_path, job, capsys):
+    origin, own = job.checkpoint, Store(Path(job.run_folder) / "checkpoints")
+    again = _restarted(job, "crash", origin=origin)
+    assert (again.checkpoint, again.resumed) == (origin, True)
+    assert capsys.readouterr().err == f"crash: the run goes on from step 30, which lies in {tmp_path / 'old' / 'run'}\n"
+    save_small(own, 20)  # of long ago
+    assert _restarted(again, "crash", origin=origin).checkpoint == origin
+    newer = save_small(own, 40)
+    assert _restarted(again, "crash", origin=origin).checkpoint == newer
+    (Path(newer) / "state.json").unlink()
+    assert _restarted(replace(job, checkpoint=newer), "crash", origin=origin).checkpoint == origin
+    assert f"{newer} is left out: state.json: missing" in capsys.readouterr().err
+    # A new run from another's checkpoint begins there anew; one from nothing at the first step.
+    for parent in (origin, None):
+        Path(job.run_folder, "checkpoints").rename(tmp_path / f"away of {parent is None}")
+        again = _restarted(replace(job, parent=parent, resumed=False, checkpoint=parent), "crash", origin=parent)
+        assert (again.checkpoint, again.parent, again.resumed) == (parent, parent, True)
+        assert "crash: the run begins anew" in capsys.readouterr().err
+        own._folder.begin("step_00000001")
+
+
+def test_a_restart_that_cannot_read_begins_nothing_anew(job, monkeypatch, capsys):
+    own = Store(Path(job.run_folder) / "checkpoints")
+    save_small(own, 40)
+
+    def away(*parts):
+        raise TimeoutError(110, "timed out")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFolder, "open", away)
+        with pytest.raises(ConfigError, match=r"^crash.*step_00000040/state\.json cannot be read \(timed out\)"):
+            _restarted(job, "crash", origin=job.checkpoint)
+    path = Path(own.url) / "step_00000040" / "manifest.json"
+    plain = {**json.loads(path.read_text()), "format_version": 9}
+    path.write_text(json.dumps({**plain, SEAL: _seal(plain)}))
+    with pytest.raises(ConfigError, match=r"^crash.*step_00000040 .* has format 9, .*: install a newer shardwise"):
+        _restarted(job, "crash", origin=job.checkpoint)
+    assert capsys.readouterr().err == ""
 
 
 def test_restarts_belong_to_one_launcher():

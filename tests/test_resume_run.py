@@ -1,7 +1,7 @@
 """`resume=` of whole runs of train.py: how long they are, what they log, and a signal where only the test is left."""
 
 import json
-import os
+import uuid
 from pathlib import Path
 from signal import SIGTERM
 
@@ -64,7 +64,7 @@ def lines_of(folder: Path) -> list[dict]:
 @pytest.mark.slow
 def test_another_batch_trains_on_what_is_left_of_the_epochs(train_py):
     """1,438 samples twice: 22 steps of 32 of them, and the rest in steps of 64."""
-    first = train_py(*SMALL, "trainer.max_epochs=2", *STOP, "callbacks.stop.step=22", ok=None)
+    first = train_py(*SMALL, "batch.global_size=32", "trainer.max_epochs=2", *STOP, "callbacks.stop.step=22", ok=None)
     assert first.returncode == PREEMPTED, first
     folder = first.run_folder
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "provenance.json").read_bytes()
@@ -88,7 +88,7 @@ def test_another_batch_trains_on_what_is_left_of_the_epochs(train_py):
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_last_step_or_the_test_leaves_the_test_to_resume(tmp_path, train_py):
+def test_a_signal_in_the_last_step_or_the_test_leaves_the_test_to_resume(tmp_path, train_py, monkeypatch):
     options = [*SMALL, "trainer.max_epochs=1", "trainer.limit_train_batches=3", *STOP, "callbacks.stop.step=3"]
     first = train_py(*options, "+callbacks.long._target_=ending.LongTest", ok=None, timeout=60)
     folder = first.run_folder
@@ -100,10 +100,11 @@ def test_a_signal_in_the_last_step_or_the_test_leaves_the_test_to_resume(tmp_pat
     told = {name for name in result_of(folder)["metrics"] if name.startswith(("train/", "val/"))}
 
     resume = (f"resume={folder}", "plugins=[ending]")
+    monkeypatch.setenv("FAULT_MARK", mark := uuid.uuid4().hex)
     process = start(tmp_path, *TRAIN, *resume)
     assert wait_until(lambda: (tmp_path / "testing").exists() or process.poll() is not None, seconds=90)
     process.send_signal(SIGTERM)
-    errors = end(tmp_path, process, os.environ["ENDING_FOLDER"], seconds=20)
+    errors = end(tmp_path, process, mark, seconds=20)
     assert process.returncode == 128 + SIGTERM, errors
     assert "saves a checkpoint" not in errors
     assert result_of(folder)["status"] == "preempted"
@@ -119,7 +120,7 @@ def test_a_signal_in_the_last_step_or_the_test_leaves_the_test_to_resume(tmp_pat
 
 
 @pytest.mark.slow
-def test_all_ranks_leave_the_test_out_when_one_was_asked_to_end(tmp_path, train_py):
+def test_all_ranks_leave_the_test_out_when_one_was_asked_to_end(train_py):
     options = [*SMALL, "trainer.max_steps=3", *STOP, "callbacks.stop.step=3", "callbacks.stop.rank=1"]
     run = train_py(*options, "trainer.devices=2", "strategy=fsdp", ok=None, timeout=90)
     assert run.returncode == PREEMPTED, run

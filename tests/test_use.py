@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from checkout import ROOT
 from shardwise.__main__ import main
+from shardwise.checkpoint.manifest import SEAL, dump_manifest
+from shardwise.checkpoint.store import checksum
 from shardwise.data.digits import Digits
 from shardwise.errors import ConfigError
 from shardwise.generation import Texts, harmless, next_token, settled
@@ -368,6 +370,31 @@ def test_a_damaged_checkpoint_is_named(digits: Trained, refused: Callable[..., s
     data.write_bytes(whole)
     (copied / name / "manifest.json").write_text(json.dumps({"format_version": 99, "files": {}}))
     assert "has format 99, this shardwise reads up to 1: install a newer" in refused(digits, "eval", str(copied / name))
+
+
+def test_a_stranger_s_checkpoint_says_nothing_of_this_machine(
+    digits: Trained, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(digits.run / "checkpoints", copied)
+    path = copied / "step_00000045" / "state.json"
+    state, whole = json.loads(path.read_text()), json.loads((path.parent / "manifest.json").read_text())
+
+    def says(overrides: list[str], **config: object) -> None:
+        plain = {**state, "overrides": [*state["overrides"], *overrides], "config": {**state["config"], **config}}
+        path.write_text(json.dumps(plain))
+        entry = {"bytes": path.stat().st_size, "xxh3_128": checksum(path)}
+        files = {**whole["files"], "state.json": entry}
+        told = {key: value for key, value in whole.items() if key != SEAL}
+        (path.parent / "manifest.json").write_bytes(dump_manifest({**told, "files": files}))
+
+    says(["+extra.a=${oc.env:HOME}"])
+    assert "extra.a is an interpolation" in refused(digits, "eval", str(path.parent))
+    theirs = str(tmp_path / "theirs")
+    says(["logger=wandb", "+logger.settings={base_url: x}", f"output_root={theirs}"], output_root=theirs)
+    _, printed = digits.use("eval", of=path.parent)
+    assert "a place elsewhere for the run folder" in " ".join(printed.split())
+    assert not Path(theirs).exists()
 
 
 def test_another_model_is_named_in_one_line(digits: Trained) -> None:

@@ -6,8 +6,10 @@ that the framework owns is wrong any more.
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,9 @@ from shardwise.resolve import Resolved, is_launched_rank, resolve
 if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.rerun import Repeated
+
+STARTED = time.time()
+"""When the command was typed, give or take the start of Python."""
 
 USER_ERROR = 2
 """Exit status for a mistake of the user's."""
@@ -165,6 +170,12 @@ def _run(job: "Job") -> int:
         result = launch(job)
     except ConfigError:
         raise
+    except SystemExit:
+        from shardwise.summary import resume_command
+
+        if command := resume_command(job):
+            print(f"next:\n  {command}", file=sys.stderr)
+        raise
     except Exception as error:
         from shardwise.summary import resume_command
 
@@ -211,6 +222,7 @@ def _prepare(
         command=["python", *sys.orig_argv[1:]],
         notes=notes,
     )
+    job = replace(job, started=STARTED)
     return job if repeated is None else repeated.applied(job)
 
 

@@ -21,7 +21,9 @@ EXAMPLES = (
     ("python train.py experiment=text_gpt precision=bf16-mixed", "a small GPT on text"),
     ("python train.py -m strategy=ddp,fsdp batch.global_size=32,64 trainer.devices=2", "four runs, one after another"),
     ("python train.py rerun=outputs/digits/<run id> seed=1", "a run again from its folder, with another seed"),
-    ("python train.py resume=outputs/digits/<run id> trainer.devices=4", "a run on from its newest checkpoint"),
+    ("python train.py checkpoint.every_n_steps=100", "saved often; Ctrl-C and SIGTERM save too, exit status 75"),
+    ("python train.py resume=last", "on from the newest whole checkpoint of the newest run; also resume=<run folder>"),
+    ("python -m shardwise inspect|eval|predict|generate|export <run folder>", "what can be done with a checkpoint"),
 )
 
 SHOWN = ("strategy", "batch", "precision", "schedule", "lr_scaling", "checkpoint", "launch", "sweep")

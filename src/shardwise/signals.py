@@ -80,7 +80,7 @@ class Stop:
 
     @staticmethod
     def _acknowledge(one: Signals) -> None:
-        again = "; Ctrl-C again ends it at once, without" if one == Signals.SIGINT else ""
+        again = "; Ctrl-C again ends it at once, without one" if one == Signals.SIGINT else ""
         with contextlib.suppress(OSError):  # not print(), in whose midst the signal may have come
             os.write(2, f"\n{one.name}: the run ends after this step and saves a checkpoint{again}\n".encode())
 

@@ -22,6 +22,7 @@ from shardwise.job import Job, config_dir
 from shardwise.parallel.blocks import repeated_blocks
 from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, Steps
+from shardwise.signals import PREEMPTED
 
 
 class StartUp(Callback):
@@ -91,6 +92,8 @@ def start_table(
         table.add_row("epoch", sizes)
     whole, local = count_parameters(module)
     table.add_row("parameters", f"{whole:,}, {local:,} of them on rank 0")
+    if config.init_from is not None and job.checkpoint is None:
+        table.add_row("weights", config.init_from)
     table.add_row("precision", config.precision.kind)
     table.add_row("run folder", job.run_folder)
     for note in (*job.notes, *notes):
@@ -104,8 +107,11 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
     # What the test says is of the last step; a validation may be older.
     chosen = [pair for pair in values if pair[0].startswith("test/")] or [p for p in values if p[0].startswith("val/")]
     shown = "  ".join(f"{name} {value:.4g}" for name, value in chosen)
-    print(f"\n{result['status']} after {counted(result['steps'], 'step')}  {shown}")
+    again = f" (exit status {PREEMPTED}: try again)" if result["status"] == "preempted" else ""
+    print(f"\n{result['status']} after {counted(result['steps'], 'step')}{again}  {shown}")
     print(f"run folder: {job.run_folder}")
+    if newest := newest_checkpoint(job):
+        print(f"checkpoint: {newest}")
     if not job.in_sweep:
         print("next:")
         for line in next_commands(job, status=result["status"]):
@@ -132,32 +138,44 @@ def start_command(job: Job) -> str:
 
 
 def next_commands(job: Job, *, status: str = "completed") -> list[str]:
-    """Commands that make sense after this run; to resume it first, where it has not come to its end."""
+    """Commands that make sense after this run: to resume it where it has not come to its end, or to go on from it."""
     start = start_command(job)
-    changed = ("strategy", "trainer.devices", "seed", "batch.global_size", "lr_scaling")
-    ends = tuple(f"{key}{end}" for key in changed for end in "=.")
-    typed = [override for override in job.overrides if not override.lstrip("+").startswith(ends)]
-    same = " ".join([start, *map(shlex.quote, without_secrets(typed))])
+    again = f"{start} rerun={shlex.quote(job.run_folder)}{_plugins(job)}"
+    if status != "completed":
+        return [*filter(None, [resume_command(job)]), again]
+
+    def same_but(*changed: str) -> str:
+        ends = tuple(f"{key}{end}" for key in changed for end in "=.")
+        typed = [override for override in job.overrides if not override.lstrip("+").startswith(ends)]
+        return " ".join([start, *map(shlex.quote, without_secrets(typed))])
+
     other = "ddp" if job.config["strategy"]["name"] == "fsdp" else "fsdp"
-    resume = None if status == "completed" else resume_command(job)
+    sweep = "-m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=64"
+    module = f"{start.split(' ')[0]} -m shardwise"
+    export = f"{module} export {shlex.quote(job.run_folder)} --to model.safetensors" if newest_checkpoint(job) else None
     return [
-        *([resume] if resume else []),
-        f"{same} strategy={other} trainer.devices=2",
-        f"{same} -m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=64",
-        f"{start} rerun={shlex.quote(job.run_folder)}{_plugins(job)}",
+        f"{same_but('strategy', 'trainer.devices', 'nodes')} strategy={other} trainer.devices=2",
+        f"{same_but('batch', 'lr_scaling')} {sweep}",
+        again,
+        *filter(None, [export]),
     ]
 
 
 def resume_command(job: Job) -> str | None:
     """What continues this run, or None where it has left no checkpoint (or is a job that trains nothing)."""
+    return newest_checkpoint(job) and f"{start_command(job)} resume={shlex.quote(job.run_folder)}{_plugins(job)}"
+
+
+def newest_checkpoint(job: Job) -> str | None:
+    """Where the newest checkpoint of a training lies; None if there is none."""
     if job.action != "train":
         return None
     try:
-        if not checkpoints_of(Path(job.run_folder)).names():
-            return None
+        store = checkpoints_of(Path(job.run_folder))
+        names = store.names()
     except (ConfigError, OSError):
         return None
-    return f"{start_command(job)} resume={shlex.quote(job.run_folder)}{_plugins(job)}"
+    return store.url_of(names[-1]) if names else None
 
 
 def _plugins(job: Job) -> str:

@@ -5,9 +5,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def run_jobs(jobs: Sequence[Job], *, folder: Path, on_failure: str) -> list[Outc
 
 def _run(job: Job, stop: Stop) -> Outcome:
     try:
-        with in_run_folder(job) as job:
+        with in_run_folder(replace(job, started=time.time())) as job:
             return _run_ranks(job, stop) if job.world["launch"] == "local" else _run_apart(job, stop)
     except ConfigError as error:  # of the folder: a job's own are in its outcome
         return Outcome(job, "failed", str(error))

@@ -97,8 +97,8 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
     left = hooks.pop("state_dict")
     for name in {name for name, tensor in left.items() if tensor is not whole.get(name)}:
         raise ConfigError(
-            f"a callback or on_save_checkpoint has put {name} into the checkpoint's state_dict, which all ranks write in "
-            f"parts: keep it under a key of its own (weight averaging: a copy of the model as a submodule)"
+            f"a callback or on_save_checkpoint has put {name} into the checkpoint's state_dict, which all ranks write "
+            f"in parts: keep it under a key of its own (weight averaging: a copy of the model as a submodule)"
         )
     for name in set(whole) - set(left):  # left out on purpose, such as a frozen part
         pieces.pop(f"model/{name if name in names else name.removeprefix(PREFIX)}", None)

@@ -107,7 +107,9 @@ class SaveCheckpoints(Callback):
         self._last_time = 0.0
         self._trainer: Trainer | None = None
         self._started = False
+        self._told = False
         self._judged: Any = None
+        self._passed_over: set[str] = set()
 
     # ---- the moments ----------------------------------------------------------------------------------------------
 
@@ -129,8 +131,11 @@ class SaveCheckpoints(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_step = trainer.global_step  # after a checkpoint was loaded
         self._check_folder(trainer)
+        if trainer.is_global_zero and self._writer is not None:
+            self._passed_over = {n for n in self._writer.store.names() if step_of(n) > trainer.global_step}
         self._take_up(trainer)
-        if trainer.is_global_zero and any(isinstance(c, BaseFinetuning) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if trainer.is_global_zero and any(isinstance(callback, BaseFinetuning) for callback in callbacks):
             log.warning("BaseFinetuning: once it has unfrozen layers, this run cannot be resumed")
         # What cannot be saved is to show now, and not when hours would be lost.
         strategy: Any = trainer.strategy
@@ -227,14 +232,18 @@ class SaveCheckpoints(Callback):
             value = trainer.callback_metrics.get(self.monitor)
             if value is self._judged:  # the value of an earlier step, which has its checkpoint
                 metrics.pop(self.monitor, None)
+            if value is None and not self._told and trainer.is_global_zero and trainer.callback_metrics:
+                self._told = True
+                known = ", ".join(sorted(trainer.callback_metrics))
+                log.warning("checkpoint.monitor=%s has not been logged so far; there are %s", self.monitor, known)
             self._judged = value
         versions = {"torch": torch.__version__, "pytorch-lightning": pl.__version__}
-        mesh = strategy.dims.shape
+        mesh, data = strategy.dims.shape, getattr(trainer, "datamodule", None)
         state = {
             "format_version": FORMAT_VERSION,
             "step": step,
             "mesh": mesh,
-            "samples_seen": (plain["lightning"].get("ShardedDataModule") or {}).get("samples_seen"),
+            "samples_seen": plain["lightning"].get(type(data).__qualname__, {}).get("samples_seen"),
             "callback_metrics": metrics,
             **self.facts(),
             "trainer": plain,
@@ -276,9 +285,13 @@ class SaveCheckpoints(Callback):
         """Remove what need not be kept; on the first rank, whose metrics decide which is best."""
         assert self._writer is not None
         store = self._writer.store
-        # Those of later steps are of a run that was taken up again before them; it will come to them.
+        # Those of later steps than this run's first are not whole, or it would have gone on from them: they count for
+        # nothing, and nobody removes them until this run has come to their steps.
+        self._passed_over.discard(name)
         names = [other for other in store.names() if step_of(other) <= step_of(name)]
-        names = [other for other in names if not store.problems(other, contents=False)]  # what is damaged is not ours
+        names = [
+            other for other in names if other not in self._passed_over and not store.problems(other, contents=False)
+        ]
         metrics = {other: store.manifest(other).get("metrics", {}).get(self.monitor) for other in names}
         keep = retained(
             metrics,

@@ -276,13 +276,13 @@ def checkpoints_of(run_folder: str | os.PathLike[str]) -> Store:
 
 def _configured(folder: LocalFolder | ObjectFolder) -> str | None:
     path = f"{printable(folder.url)}/config.yaml"
-    if not folder.is_file("config.yaml"):
-        return None
     try:
         plain: Any = yaml.safe_load(folder.read("config.yaml", limit=2**24))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {reason(error)}") from error
-    except OSError as error:
+    except Exception as error:  # object stores have errors of their own; to look elsewhere could miss what is there
         raise ConfigError(f"{path} cannot be read ({reason(error)})") from error
     section = plain.get("checkpoint") if isinstance(plain, dict) else None
     named = section.get("folder") if isinstance(section, dict) else None

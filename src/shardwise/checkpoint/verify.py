@@ -50,7 +50,7 @@ def check_readable(error: Exception, *, of: str) -> None:
 def _code(error: OSError) -> int | None:
     """The number of an error, also where an object store has given only its kind."""
     kinds = {FileNotFoundError: errno.ENOENT, NotADirectoryError: errno.ENOTDIR, IsADirectoryError: errno.EISDIR}
-    return error.errno if error.errno is not None else kinds.get(type(error))  # type: ignore[call-overload]
+    return error.errno if error.errno is not None else kinds.get(type(error))
 
 
 def checksum(source: BinaryIO | str | os.PathLike[str]) -> str:
