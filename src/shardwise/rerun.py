@@ -133,6 +133,8 @@ class Repeated:
                 notes.append(f"{name}={value!r} of {whose} is no key any more and is left out")
             elif MASK in str(value) or f"{name}.".startswith(typed):
                 continue
+            elif name == "checkpoint.folder" and value == os.path.abspath(str(now[key])):
+                continue  # it is made absolute when a run begins
             elif now[key] != value and key in flat_asked and flat_asked[key] == now[key]:
                 why = never_taken(name, str(value), roaming=self.checkpoint is None or self.folder is not None)
                 if why is not None:
@@ -143,6 +145,19 @@ class Repeated:
                     continue
                 _put(asked, key, value)
                 notes.append(f"{name}={value!r} is kept from {whose} (the default is {now[key]!r} now)")
+        changed = [
+            f"{'.'.join(key)} {value!r} -> {flat_now[key]!r}"
+            for flat_now in (_flat(asked),)
+            for key, value in _flat(then).items()
+            if key in flat_now and flat_now[key] != value and MASK not in str(value) and key != ("output_root",)
+        ]
+        if changed:
+            more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
+            notes.append(f"changed since {whose}: {', '.join(changed[:8])}{more}")
+        if self.checkpoint is None and (parent := (self.record or {}).get("parent")):
+            notes.append(
+                f"{whose} began from {parent}, this one begins at its first step: resume={parent} goes from there"
+            )
         return from_plain(asked), notes
 
     def differences(self) -> list[str]:
@@ -314,7 +329,7 @@ def never_taken(key: str, value: str, *, roaming: bool) -> str | None:
     """
     plain = value.replace("\\", "")  # Hydra's grammar writes a colon, or a brace, with or without one
     slots = [re.split("[./]", part) for part in re.split("[@:]", key)]
-    if "${" in plain or "${" in key:
+    if re.search(r"\$\{[^$]*:", plain) or "${" in key:  # of another key it is harmless, and needs no colon
         return "an interpolation"
     if any(slot[0] == "logger" for slot in slots) and (
         any("settings" in slot for slot in slots)

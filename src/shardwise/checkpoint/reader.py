@@ -64,7 +64,8 @@ def read_plain(url: str) -> dict[str, Any]:
     except ConfigError:
         raise
     except FileNotFoundError:
-        raise ConfigError(f"{printable(url)} is no checkpoint: {STATE} is missing") from None
+        gone = f"{STATE} is not there (any more: a run that goes on removes older ones); name another, or its run"
+        raise ConfigError(f"{printable(url)} is no whole checkpoint: {gone}") from None
     except RecursionError as error:
         raise ConfigError(f"{path} is damaged: it is nested too deep") from error
     except Exception as error:  # object stores have errors of their own

@@ -17,12 +17,11 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 
 from shardwise.checkpoint.index import portable
+from shardwise.checkpoint.reader import STATE
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.tensors import FileSums, write_tensors
 from shardwise.errors import ConfigError
 from shardwise.parallel.pieces import Pieces
-
-STATE = "state.json"
 
 
 class SavingError(ConfigError):
