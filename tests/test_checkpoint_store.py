@@ -773,7 +773,7 @@ def test_a_state_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="it has more than 10 bytes"):
         read_state(str(tmp_path))
     path.unlink()
-    with pytest.raises(ConfigError, match=r"is no checkpoint: state\.json is missing"):
+    with pytest.raises(ConfigError, match=r"is no whole checkpoint: state\.json is not there"):
         read_state(str(tmp_path))
     path.symlink_to("/proc/self/environ")
     with pytest.raises(ConfigError, match="a link that leads out of the folder"):

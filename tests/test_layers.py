@@ -18,7 +18,22 @@ LAYERS = (
     {"models", "data", "optim", "slots"},
     {"checkpoint", "weights", "strategies", "module", "tracking", "provenance", "progress"}
     | {"generation", "predictions"},
-    {"job", "signals", "rerun", "build", "trainer", "run", "worker", "launch", "sweep", "summary", "cli", "__main__"}
+    {
+        "job",
+        "signals",
+        "rerun",
+        "build",
+        "trainer",
+        "resuming",
+        "run_folder",
+        "run",
+        "worker",
+        "launch",
+        "sweep",
+        "summary",
+        "cli",
+        "__main__",
+    }
     | {"actions", "use"},
 )
 """Modules and folders of modules, from the lowest layer up."""

@@ -61,6 +61,7 @@ def build_trainer(
         facts={"configuration": _fingerprint(job), "run id": job.run_id, "torch": torch.__version__},
         cluster_environment=TorchElasticEnvironment() if world.size > 1 else LightningEnvironment(),
     )
+    strategy.verify_checkpoints = False  # whoever has composed the job has
     metrics = StepMetrics(total_steps=steps.total, global_size=resolved.batch.global_size)
     callbacks: list[pl.Callback] = [metrics, StartUp(job, resolved, steps, notes=notes)]
     if options.pop("enable_progress_bar"):

@@ -55,7 +55,7 @@ def load_weights(module: nn.Module, source: str) -> None:
     """
     path = _tensor_files(source)
     if path is None:
-        load_model(module, StoredTensors(find_checkpoint(source, contents=False).url))
+        load_model(module, StoredTensors(find_checkpoint(source, contents=os.environ.get("RANK", "0") == "0").url))
         return
     wanted = plain_names(module)
     with TensorFiles(path) as files:
