@@ -157,7 +157,10 @@ def test_composing_inside_an_application_of_hydra_leaves_it_as_it_was() -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-@pytest.mark.parametrize("command", [command for command, _ in EXAMPLES], ids=lambda command: command[7:60])
+COMPOSED = [command for command, _ in EXAMPLES if command.startswith("python train.py") and "resume=" not in command]
+
+
+@pytest.mark.parametrize("command", COMPOSED, ids=lambda command: command[7:60])
 def test_the_examples_of_the_help_page_compose(command: str) -> None:
     overrides = command.split()[2:]
     if "rerun=" in command:

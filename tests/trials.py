@@ -462,13 +462,20 @@ def tensors(url: str) -> dict[str, Tensor]:
 
 
 def difference(url: str, other: str) -> list[str]:
-    """The keys of what two checkpoints do not have in common, bit for bit."""
+    """The keys of what two checkpoints do not have in common, bit for bit; how fast the one was is its own affair."""
     mine, theirs = tensors(url), tensors(other)
+    for found in (mine, theirs):
+        found.pop("extra/callback_metrics/samples_per_second", None)
     keys = [key for key in mine.keys() | theirs.keys() if key not in mine or key not in theirs]
     found = keys + [key for key in mine.keys() & theirs.keys() if not _same(mine[key], theirs[key])]
-    if read_state(url)["trainer"] != read_state(other)["trainer"]:
+    if _untimed(read_state(url)["trainer"]) != _untimed(read_state(other)["trainer"]):
         found.append("state.json")
     return sorted(found)
+
+
+def _untimed(state: dict[str, Any]) -> dict[str, Any]:
+    state["lightning"]["callback_metrics"].pop("samples_per_second", None)
+    return state
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
