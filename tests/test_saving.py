@@ -133,10 +133,11 @@ def test_a_request_at_the_last_step_is_the_end_of_the_run(tmp_path):
 
 def test_training_goes_on_while_a_copy_is_written_and_a_second_save_waits(tmp_path, monkeypatch):
     """What is saved is the state of its step, although training has changed every parameter meanwhile."""
-    go, seen, write = threading.Event(), [], writer.write_tensors
+    begun, go, seen, write = threading.Event(), threading.Event(), [], writer.write_tensors
 
     def slow(*args: Any, **options: Any) -> Any:
         seen.append(("begun", threading.current_thread().name))
+        begun.set()
         assert go.wait(20)
         return write(*args, **options)
 
@@ -147,6 +148,8 @@ def test_training_goes_on_while_a_copy_is_written_and_a_second_save_waits(tmp_pa
         values[trainer.global_step] = {
             n: p.detach().clone() for n, p in trainer.lightning_module.model.named_parameters()
         }
+        if trainer.global_step == 4:
+            assert begun.wait(20)  # on a busy machine the thread may be late
         seen.append(("step", trainer.global_step))
         if trainer.global_step == 5:
             go.set()
