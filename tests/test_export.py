@@ -576,7 +576,10 @@ def test_ties_that_the_checkpoint_tells_of(tmp_path: Path) -> None:
     model["b"].weight = model["a"].weight
     folder = saved_model(model, tmp_path / "checkpoints", trainer={"tied": [["a.weight", "b.weight"]]})
     export(folder, str(tmp_path / "model.safetensors"))
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    written = load_file(tmp_path / "model.safetensors")
+    assert set(written) == {"a.weight", "b.weight"}
+    assert torch.equal(written["a.weight"], written["b.weight"])
+    model.load_state_dict(written)
 
 
 def test_a_language_model_task_reads_its_models_names(tied: Path, tmp_path: Path) -> None:

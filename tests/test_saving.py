@@ -17,7 +17,7 @@ from shardwise.checkpoint.index import StoredTensors
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.saving import Preempted, SaveCheckpoints, Wish
 from shardwise.checkpoint.store import Store
-from shardwise.checkpoint.tensors import read_whole
+from shardwise.checkpoint.tensors import read_below
 from shardwise.errors import ConfigError
 from training import build_module, make_trainer, shares
 
@@ -162,8 +162,9 @@ def test_training_goes_on_while_a_copy_is_written_and_a_second_save_waits(tmp_pa
     assert seen.index(("begun", "save step_00000003")) < seen.index(("step", 4)) < seen.index(("step", 5))
     assert [name for kind, name in seen if kind == "begun"] == ["save step_00000003", "save step_00000006"]
     for step in (3, 6):
+        saved = StoredTensors(f"{tmp_path}/step_{step:08d}")
         for name, value in values[step].items():
-            assert torch.equal(read_whole(f"{tmp_path}/step_{step:08d}", f"model/{name}"), value), (step, name)
+            assert torch.equal(read_below(f"model/{name}", saved)[f"model/{name}"], value), (step, name)
     assert any(not torch.equal(value, values[6][name]) for name, value in values[3].items())
 
 
@@ -240,5 +241,5 @@ def test_a_checkpoint_can_be_read_by_torchs_own_tools(tmp_path):
     found: dict[str, Any] = {name: torch.zeros(shape, dtype=dtype)}
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         dcp.load(found, checkpoint_id=folder)
-    assert torch.equal(found[name], read_whole(str(folder), name))
+    assert torch.equal(found[name], read_below(name, StoredTensors(str(folder)))[name])
     assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", "manifest.json", "state.json"}

@@ -95,7 +95,7 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
     call._call_callbacks_on_save_checkpoint(trainer, hooks)
     call._call_lightning_module_hook(trainer, "on_save_checkpoint", hooks)
     left = hooks.pop("state_dict")
-    for name in {name for name, tensor in left.items() if tensor is not whole.get(name)}:
+    if (name := next((name for name, tensor in left.items() if tensor is not whole.get(name)), None)) is not None:
         raise ConfigError(
             f"a callback or on_save_checkpoint has put {name} into the checkpoint's state_dict, which all ranks write "
             f"in parts: keep it under a key of its own (weight averaging: a copy of the model as a submodule)"
@@ -109,7 +109,7 @@ def capture(trainer: Trainer, *, constructed: list[list[dict[str, Any]]]) -> tup
         "optimizers": to_plain(optimizers, extra, at="extra/optimizers"),
     }
     # What a hook keeps may differ between ranks: that of the first counts, as in Lightning.
-    pieces |= {key: pieces_of(tensor) for key, tensor in extra.items() if rank == 0 or isinstance(tensor, DTensor)}
+    pieces |= {key: pieces_of(tensor) for key, tensor in extra.items() if rank == 0}
     return pieces, state
 
 

@@ -41,6 +41,13 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def seed_random(seed: int) -> None:
+    """Seed what a LightningModule may draw from in training: torch (every device), numpy and ``random``."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
     """Running statistics of batches, which every rank has of its own share unless something shares them out."""
     return {

@@ -135,15 +135,6 @@ def read_below(prefix: str, stored: StoredTensors) -> dict[str, Tensor]:
     return tensors
 
 
-def read_whole(url: str, key: str) -> Tensor:
-    """One tensor of a checkpoint, whole, on the CPU; not a collective."""
-    stored = StoredTensors(url)
-    shape, dtype = stored[key]
-    tensor = torch.empty(shape, dtype=dtype)
-    read_tensors({key: pieces_of(tensor)}, stored)
-    return tensor
-
-
 def _cause(error: CheckpointException) -> Exception:
     """The first error of a rank that says more than that another rank has failed."""
     found = [inner for inner, _ in error.failures.values()]

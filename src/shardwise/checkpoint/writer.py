@@ -6,7 +6,6 @@ What goes wrong there is raised in the training, at the next step or at its end.
 
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,8 +52,6 @@ class Writer:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.stopped_seconds = 0.0
-        """How long the last ``save`` kept the training waiting, for the one before and for the copy."""
 
     def save(
         self, name: str, pieces: Mapping[str, Pieces], state: Mapping[str, Any], manifest: Mapping[str, Any]
@@ -70,7 +67,6 @@ class Writer:
         Raises:
             Exception: whatever went wrong with this one or the one before.
         """
-        start = time.perf_counter()
         self.wait()
         if not self._background:
             self._write(name, pieces, state, manifest)
@@ -82,7 +78,6 @@ class Writer:
                 daemon=True,  # an exit that cannot wait for it does not
             )
             self._thread.start()
-        self.stopped_seconds = time.perf_counter() - start
 
     def check(self) -> None:
         """Raise what has gone wrong in the thread, if anything has."""

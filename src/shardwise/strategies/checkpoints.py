@@ -14,7 +14,13 @@ from shardwise.checkpoint.find import POINTERS
 from shardwise.checkpoint.index import StoredTensors
 from shardwise.checkpoint.model_state import load_model
 from shardwise.checkpoint.optimizer_state import follow_schedule, group_values, load_optimizer
-from shardwise.checkpoint.rank_state import load_batch_statistics, load_metric_states, rank_state, set_random_state
+from shardwise.checkpoint.rank_state import (
+    load_batch_statistics,
+    load_metric_states,
+    rank_state,
+    seed_random,
+    set_random_state,
+)
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.errors import ConfigError
 from shardwise.parallel.state import (
@@ -157,8 +163,4 @@ class MeshCheckpoints(MeshProcess):
             if self.is_global_zero and any(key.startswith("metrics/") for key in folder.stored):
                 log.warning("metrics of the epoch begin anew: the ranks that have added them up are other ones now")
             # Each share of the data has its noise; which share that is has changed.
-            self.seed_noise(stable_seed(self.seed, "noise", self.dp_rank, trainer.global_step))
-
-    def seed_noise(self, seed: int) -> None:
-        """Seed what training draws from."""
-        raise NotImplementedError
+            seed_random(stable_seed(self.seed, "noise", self.dp_rank, trainer.global_step))

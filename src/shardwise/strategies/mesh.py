@@ -6,11 +6,9 @@ counts (samples, or targets that are not ignored) over what all ranks count.
 """
 
 import inspect
-import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from lightning_fabric.plugins import ClusterEnvironment
 from lightning_fabric.utilities.optimizer import _optimizers_to_device
@@ -24,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from shardwise.checkpoint.rank_state import seed_random
 from shardwise.errors import ConfigError
 from shardwise.parallel.fsdp import reshard
 from shardwise.parallel.grad_norm import scale_gradients_
@@ -147,7 +146,7 @@ class MeshStrategy(MeshCheckpoints):
             self.setup_optimizers(trainer)
             self.remember_groups()
             # Initial weights are drawn from generators of their own; from here on each share of the data has its noise.
-            self.seed_noise(stable_seed(self.seed, "noise", self.dp_rank))
+            seed_random(stable_seed(self.seed, "noise", self.dp_rank))
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -217,12 +216,6 @@ class MeshStrategy(MeshCheckpoints):
             gradient_as_bucket_view=True,
             **options,
         )
-
-    def seed_noise(self, seed: int) -> None:
-        """Seed what a LightningModule may draw from in training: torch (every device), numpy and ``random``."""
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
 
     def on_train_start(self) -> None:
         super().on_train_start()
