@@ -173,11 +173,10 @@ def _build_task(config: Config, data: Any) -> pl.LightningModule:
 def _optimizers(task: pl.LightningModule, resolved: Resolved, steps: Steps) -> Callable[[], Any]:
     config = resolved.config
     target = find_target("optimizer", config.optimizer, plugins=config.plugins)
-    given = {key: value for key, value in arguments(config.optimizer).items() if key != "lr"}
     schedule = config.schedule
 
     def configure_optimizers() -> Any:
-        optimizer = build_optimizer(task.named_parameters(), target=target, lr=resolved.lr, **given)  # type: ignore[arg-type]
+        optimizer = build_optimizer(task.named_parameters(), target=target, **resolved.optimizer)  # type: ignore[arg-type]
         scheduler = build_scheduler(
             optimizer,
             kind=schedule.kind,

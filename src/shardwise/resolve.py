@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from shardwise import schedules
 from shardwise.config import STRATEGIES, Config
@@ -65,6 +66,9 @@ class Resolved:
     batch: Batch
     base_lr: float
     lr: float
+    """At the peak of the schedule."""
+    optimizer: dict[str, Any]
+    """Arguments of the optimizer as the rule has changed them, ``lr`` among them."""
 
     def derived(self) -> dict:
         """Plain values for the tracker and ``config.yaml``: what the rules made of the configuration."""
@@ -131,7 +135,8 @@ def resolve_in(config: Config, world: World) -> Resolved:
     lr = effective_lr(
         scaling.rule, base_lr=float(base_lr), base_batch_size=scaling.base_batch_size, global_size=batch.global_size
     )
-    return Resolved(config=config, world=world, dims=dims, batch=batch, base_lr=float(base_lr), lr=lr)
+    optimizer = {key: value for key, value in config.optimizer.items() if key != "_target_"} | {"lr": lr}
+    return Resolved(config, world, dims, batch, base_lr=float(base_lr), lr=lr, optimizer=optimizer)
 
 
 def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus: int | None = None) -> World:
