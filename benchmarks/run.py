@@ -1,6 +1,6 @@
 """Measure everything that the README's table claims, and write ``RESULTS.md``: `make bench`.
 
-python benchmarks/run.py [--rounds 9] [--only startup|tax|tp|checkpoints]
+python benchmarks/run.py [--rounds 9] [--only startup|tax|tp|checkpoints|noise|report|sweep]
 """
 
 import argparse
@@ -50,16 +50,53 @@ def _checkpoints(rows: dict[str, list[dict]]) -> list[str]:
     return lines
 
 
+def _noise(rows: list[dict], *, every: int) -> list[str]:
+    said = "Time of an optimizer step with the callback that measures it, over the time without."
+    lines = ["", "## Gradient noise scale", "", said, ""]
+    lines += [f"| model | processes | step, ms | a measured step | mean step, one in {every} measured |"]
+    lines += ["|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['model']} | {row['processes']} | {row['ms'][1]:.1f} | {_spread(row['measured'])} "
+            f"| {row['mean'][1]:.3f} ({row['mean'][0]:.3f} to {row['mean'][2]:.3f}) |"
+        )
+    return lines
+
+
+def _report(rows: list[dict]) -> list[str]:
+    said = "`python -m shardwise report` over runs made up, from the command to its end, imports included."
+    lines = ["", "## Reports", "", said, ""]
+    lines += ["| runs | steps each | seconds | seconds of one core | peak memory, MiB | page, MiB |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for row in rows:
+        low, middle, high = row["seconds"]
+        lines.append(
+            f"| {row['runs']} | {row['steps']} | {middle:.1f} ({low:.1f} to {high:.1f}) "
+            f"| {row['processor seconds'][1]:.1f} | {row['peak MiB']:.0f} | {row['page MiB']:.1f} |"
+        )
+    return lines
+
+
+def _sweep(row: dict) -> list[str]:
+    said = f"Jobs per minute of {row['jobs']} small jobs as a sweep with sweep.slots=2, over as many separate commands."
+    lines = ["", "## Sweeps", "", said, "", "| the sweep, s | one after the other, s | jobs per minute |"]
+    return [*lines, "|---|---|---|", f"| {row['sweep s']:.0f} | {row['apart s']:.0f} | {_spread(row['ratio'])} |"]
+
+
 def main() -> int:
     """Measure, print, write."""
     import checkpoints
     import framework_tax
+    import noise_scale
+    import report
     import startup
+    import sweep
     import tensor_parallel
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="times that every arm is run")
-    parser.add_argument("--only", choices=("startup", "tax", "tp", "checkpoints"), help="one of the four")
+    parts = ("startup", "tax", "tp", "checkpoints", "noise", "report", "sweep")
+    parser.add_argument("--only", choices=parts, help="one of these")
     options = parser.parse_args()
     packages = ("torch", "pytorch-lightning", "hydra-core", "wandb")
     lines = [
@@ -103,6 +140,12 @@ def main() -> int:
                 )
         if options.only in (None, "checkpoints"):
             lines += _checkpoints(checkpoints.measure(options.rounds, folder))
+        if options.only in (None, "noise"):
+            lines += _noise(noise_scale.measure(options.rounds), every=noise_scale.EVERY)
+        if options.only in (None, "report"):
+            lines += _report(report.measure(min(options.rounds, 3), folder))
+        if options.only in (None, "sweep"):
+            lines += _sweep(sweep.measure(min(options.rounds, 3), folder))
     text = "\n".join(lines) + "\n"
     print(text)
     if options.only is None:

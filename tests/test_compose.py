@@ -23,7 +23,8 @@ from shardwise.slots import check_names
 CHOICES = group_choices()
 SIZES = {name: tuple(int(part) for part in name.split("x")) for name in CHOICES["nodes"]}
 NEEDED = {"data=imagefolder": ["data.path=photos"], "data=tokens": ["data.path=shards"]}
-NEEDED |= {f"lr_scaling={rule}": ["lr_scaling.base_batch_size=64"] for rule in ("linear", "sqrt")}
+NEEDED |= {f"lr_scaling={rule}": ["lr_scaling.base_batch_size=64"] for rule in ("linear", "sqrt", "adam_sde")}
+NEEDED["lr_scaling=legw"] = ["lr_scaling.base_batch_size=64", "schedule.warmup_epochs=1"]
 NEEDED |= {f"{slot}=custom": [f"{slot}._target_=shardwise.Anything"] for slot in ("data", "task")}
 """What a choice cannot do without."""
 WITHOUT = {
@@ -33,6 +34,8 @@ WITHOUT = {
     "task=custom": "task._target_=null",
     "lr_scaling=linear": "needs lr_scaling.base_batch_size",
     "lr_scaling=sqrt": "needs lr_scaling.base_batch_size",
+    "lr_scaling=adam_sde": "needs lr_scaling.base_batch_size",
+    "lr_scaling=legw": "needs lr_scaling.base_batch_size",
 }
 """How a choice is refused where that is left out."""
 

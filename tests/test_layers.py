@@ -13,11 +13,11 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 LAYERS = (
-    {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup"},
+    {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup", "search_space"},
     {"parallel", "lr_scaling", "schedules", "resolve"},
     {"models", "data", "optim", "slots"},
     {"checkpoint", "weights", "strategies", "module", "tracking", "provenance", "progress"}
-    | {"generation", "predictions"},
+    | {"generation", "predictions", "noise_scale"},
     {
         "job",
         "signals",
@@ -30,11 +30,12 @@ LAYERS = (
         "worker",
         "launch",
         "sweep",
+        "template",
         "summary",
         "cli",
         "__main__",
     }
-    | {"actions", "use"},
+    | {"actions", "use", "report", "batch_finder", "probe"},
 )
 """Modules and folders of modules, from the lowest layer up."""
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}

@@ -1,21 +1,68 @@
-"""Every notebook runs from top to bottom over a run that was just made."""
+"""Every notebook runs from top to bottom over a sweep that was just made."""
 
+import ast
 import json
+from pathlib import Path
+from typing import Any
 
-from checkout import ROOT
+import pytest
+
+from checkout import ROOT, TrainRun
+
+SWEEP = ("-m", "model=mlp", "model.width=8", "trainer.max_epochs=1", "logger=none", "trainer.log_every_n_steps=2")
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_the_notebooks_run_over_a_fresh_run(train_py, monkeypatch, capsys) -> None:
-    run = train_py("model=mlp", "model.width=8", "trainer.max_epochs=1", "logger=none")
-    monkeypatch.chdir(run.output_root.parent)
-    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
-    assert notebooks
-    for notebook in notebooks:
-        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-        names: dict = {"__name__": "__main__"}
-        for cell in cells:
-            if cell["cell_type"] == "code":
-                exec(compile("".join(cell["source"]), str(notebook), "exec"), names)
-    shown = capsys.readouterr().out
-    assert run.run_folder.name in shown
-    assert f"{'test/accuracy':<20} {run.result['metrics']['test/accuracy']:.4g}" in shown
+def cells(notebook: Path) -> list[str]:
+    plain = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in plain if cell["cell_type"] == "code"]
+
+
+def run_notebook(notebook: Path) -> list[Any]:
+    """Run all cells; returns what their last expressions show, as a notebook would show it."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    shown = []
+    for source in cells(notebook):
+        tree = ast.parse(source, str(notebook))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, str(notebook), "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), str(notebook), "eval"), names)  # type: ignore[attr-defined]
+            shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else value)
+    return shown
+
+
+@pytest.mark.slow
+def test_the_notebooks_run_over_a_fresh_sweep(
+    train_py, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep: TrainRun = train_py(*SWEEP, "batch.global_size=64,256", "optimizer.lr=1e-3,1e-2")
+    monkeypatch.chdir(sweep.output_root.parent)
+    assert [notebook.stem for notebook in NOTEBOOKS] == ["first_look", "sweep_analysis"]
+    results = [json.loads((run / "result.json").read_text()) for run in sweep.run_folders]
+    newest = max(results, key=lambda result: result["run_id"])
+    best = max(result["metrics"]["test/accuracy"] for result in results)
+
+    (curves,) = [shown for shown in run_notebook(NOTEBOOKS[0]) if shown is not None]
+    said = capsys.readouterr().out
+    assert newest["run_id"] in said
+    assert f"{'test/accuracy':<20} {newest['metrics']['test/accuracy']:.4g}" in said
+    assert "they differ in batch.global_size, optimizer.lr" in said
+    assert curves.count("data:image/png;base64,") == 1
+
+    (plots,) = [shown for shown in run_notebook(NOTEBOOKS[1]) if shown is not None]
+    said = capsys.readouterr().out
+    assert "4 runs of outputs/sweeps/" in said
+    assert f"The highest test/accuracy is {best:.4g}" in said
+    assert plots.count("data:image/png;base64,") >= 4
+    assert "Final test/accuracy against the learning rate" in plots
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_defines_no_logic_and_holds_no_output(notebook: Path) -> None:
+    for source in cells(notebook):
+        logic = (ast.FunctionDef, ast.ClassDef, ast.While)
+        found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, logic)]
+        assert found == []
+    plain = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    assert all(not cell.get("outputs") for cell in plain)

@@ -8,6 +8,7 @@ import pytest
 from shardwise.config import Config, from_plain
 from shardwise.errors import ConfigError
 from shardwise.resolve import Done, Resolved, World, find_dims, find_world, resolve, resolve_in, resolve_steps
+from shardwise.summary import rule_changes
 
 DEGREES = {
     "ddp": {"dp_replicate": -1},
@@ -353,6 +354,19 @@ def test_16_mixed_is_for_gpus() -> None:
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr='fast': a number of at least 0 is needed"),
         ({"optimizer": {"lr": -1}}, "optimizer.lr=-1: a number of at least 0 is needed"),
         ({"lr_scaling": {"rule": "linear"}}, "lr_scaling=linear needs lr_scaling.base_batch_size"),
+        (
+            {"lr_scaling": {"rule": "legw", "base_batch_size": 32}},
+            "lr_scaling=legw scales the warm-up .* and schedule.warmup_steps=0: type schedule.warmup_epochs=<.* 32>",
+        ),
+        (
+            {"schedule": {"warmup_steps": 5, "warmup_epochs": 2.0}},
+            "schedule.warmup_steps=5 and schedule.warmup_epochs=2.0: a warm-up has one length: set all but one",
+        ),
+        (
+            {"schedule": {"warmup_samples": 50, "warmup_epochs": 0.5}},
+            "schedule.warmup_samples=50 and schedule.warmup_epochs=0.5: a warm-up has one length",
+        ),
+        ({"schedule": {"warmup_epochs": float("inf")}}, "schedule.warmup_epochs=inf: a finite number"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_the_data_are_seen(groups: dict, said: str) -> None:
@@ -446,6 +460,136 @@ def test_a_trial_run_keeps_the_schedule_of_the_whole_training() -> None:
 def test_a_warm_up_longer_than_the_training_is_told_once_the_data_are_known() -> None:
     with pytest.raises(ConfigError, match=r"schedule.warmup_steps=11 does not fit a training of 10 optimizer steps"):
         resolve_steps(resolved(1, schedule={"warmup_steps": 11}, batch={"global_size": 32}), 100)
+
+
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt", "adam_sde", "legw"])
+def test_the_layout_does_not_matter_to_a_rule(rule: str) -> None:
+    """Nor do the ranks of which a tensor-parallel group needs more than one."""
+    layouts: list[dict] = [
+        {"size": 1},
+        {"size": 4, "strategy": "fsdp"},
+        {"size": 4, "strategy": "tp"},
+        {"size": 8, "strategy": "fsdp+tp", "typed": {"tp": 4}},
+        {"size": 8, "nodes": 2, "strategy": "hybrid"},
+        {"size": 2, "batch": {"accumulate": 8}},
+        {"size": 16, "nodes": 2, "strategy": "hsdp", "batch": {"micro_size": 2}},
+    ]
+    optimizer = {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+    same = []
+    for layout in layouts:
+        batch = {"global_size": 256, **layout.get("batch", {})}
+        scaling = {"rule": rule, "base_batch_size": 64}
+        schedule = {"warmup_epochs": 0.5}
+        one = resolved(**{**layout, "batch": batch}, lr_scaling=scaling, schedule=schedule, optimizer=optimizer)
+        same.append((one.lr, one.optimizer, resolve_steps(one, 4096)))
+    assert same[0][0] == pytest.approx({"none": 0.1, "linear": 0.4}.get(rule, 0.2))
+    assert same[0][2].warmup == (32 if rule == "legw" else 8)
+    assert all(other == same[0] for other in same[1:])
+
+
+def test_what_a_rule_changes_reaches_the_optimizer_and_what_is_saved() -> None:
+    optimizer = {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.999], "weight_decay": 0.5}
+    sizes: dict = {"batch": {"global_size": 256}, "optimizer": optimizer}
+    one = resolved(1, **sizes, lr_scaling={"rule": "adam_sde", "base_batch_size": 64})
+    assert one.optimizer == {"lr": 0.2, "betas": [0.6, 0.996], "eps": 0.5e-8, "weight_decay": 0.5}
+    assert one.config.optimizer["betas"] == [0.9, 0.999], "what was typed stays, for a run at another batch"
+    assert one.derived().items() >= {"effective_betas": [0.6, 0.996], "effective_eps": 0.5e-8}.items()
+    assert "effective_weight_decay" not in one.derived()
+    root = {"rule": "sqrt", "base_batch_size": 64}
+    decayed = resolved(1, **sizes, lr_scaling=root)
+    assert decayed.optimizer["weight_decay"] == decayed.derived()["effective_weight_decay"] == 1.0
+    assert resolved(1, **sizes, lr_scaling={**root, "corrections": False}).optimizer["weight_decay"] == 0.5
+    plain = resolved(1, **sizes, lr_scaling={"rule": "linear", "base_batch_size": 64}).derived()
+    assert not [name for name in plain if name.startswith("effective_") and name != "effective_lr"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        ({}, 0),
+        ({"warmup_steps": 8}, 8),
+        ({"warmup_samples": 256}, 8),
+        ({"warmup_samples": 225}, 8),
+        ({"warmup_samples": 224}, 7),
+        ({"warmup_epochs": 2.56}, 8),  # of 100 samples
+        ({"warmup_epochs": 0.01}, 1),
+        ({"warmup_steps": 0, "warmup_samples": 0, "warmup_epochs": 2.0}, 7),
+    ],
+)
+def test_a_warm_up_in_steps_samples_and_epochs(schedule: dict, steps: int) -> None:
+    for size, accumulate in ((1, 1), (2, 4)):
+        one = resolved(size, schedule=schedule, batch={"global_size": 32, "accumulate": accumulate})
+        assert resolve_steps(one, 100).warmup == steps
+
+
+def test_a_warm_up_of_limited_epochs_is_of_these() -> None:
+    for samples in (100, None):
+        one = resolved(1, trainer={"limit_train_batches": 3}, schedule={"warmup_epochs": 2.0})
+        assert resolve_steps(one, samples).warmup == (6 if samples is None else 4)  # 100 samples are 2 batches of 64
+
+
+@pytest.mark.parametrize(
+    ("global_size", "schedule", "steps"),
+    [
+        # at base batch 64, of 640 samples; You et al.: the epochs of warm-up grow with the batch, its steps stay
+        (64, {"warmup_epochs": 0.5}, 5),
+        (128, {"warmup_epochs": 0.5}, 5),
+        (256, {"warmup_epochs": 0.5}, 5),
+        (32, {"warmup_epochs": 0.5}, 5),
+        (256, {"warmup_samples": 321}, 6),
+        (48, {"warmup_samples": 320}, 5),
+        (256, {"warmup_steps": 7}, 7),
+    ],
+)
+def test_legw_keeps_the_steps_of_the_warm_up(global_size: int, schedule: dict, steps: int) -> None:
+    scaling = {"rule": "legw", "base_batch_size": 64}
+    one = resolved(1, schedule=schedule, batch={"global_size": global_size}, lr_scaling=scaling)
+    found = resolve_steps(one, 640)
+    assert found.warmup == steps
+    assert one.lr == pytest.approx(0.1 * (global_size / 64) ** 0.5)
+    without = resolved(1, schedule=schedule, batch={"global_size": global_size})
+    plain = resolve_steps(without, 640)
+    assert rule_changes(without, plain) == []
+    changes = [] if plain.warmup == steps else [f"warm-up {plain.warmup} -> {steps} steps"]
+    assert rule_changes(one, found) == changes
+    done = Done(3, 3 * 16)
+    assert resolve_steps(one, 640, done=done).warmup == steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "done", "warmup"),
+    [
+        ({"warmup_samples": 640}, Done(4, 4 * 64), 10),
+        ({"warmup_samples": 640}, Done(8, 8 * 32), 8 + 6),
+        ({"warmup_samples": 640}, Done(40, 40 * 32), 20),
+        ({"warmup_epochs": 1.0}, Done(8, 8 * 32), 8 + 6),
+        ({"warmup_steps": 10}, Done(8, 8 * 32), 10),
+    ],
+)
+def test_a_warm_up_in_samples_keeps_its_place_in_a_training_that_goes_on(
+    schedule: dict, done: Done, warmup: int
+) -> None:
+    one = resolved(1, schedule=schedule, batch={"global_size": 64}, trainer={"max_epochs": 9})
+    assert resolve_steps(one, 640, done=done).warmup == warmup
+
+
+def test_a_warm_up_that_does_not_fit_is_called_as_it_was_typed() -> None:
+    for schedule, said in (
+        ({"warmup_samples": 321}, "schedule.warmup_samples=321 is 11 steps"),
+        ({"warmup_epochs": 3.5}, "schedule.warmup_epochs=3.5 is 11 steps"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{said}, and does not fit a training of 10 .* up to 10") as error:
+            resolve_steps(resolved(1, schedule=schedule, batch={"global_size": 32}), 100)
+        assert "\n" not in str(error.value)
+    scaling = {"rule": "legw", "base_batch_size": 8}
+    longer = resolved(1, schedule={"warmup_epochs": 1.0}, batch={"global_size": 32}, lr_scaling=scaling)
+    with pytest.raises(ConfigError, match=r"schedule.warmup_epochs=1.0 is 13 steps with lr_scaling=legw, and does not"):
+        resolve_steps(longer, 100)
+    endless = resolved(1, trainer={"max_steps": 9}, schedule={"warmup_epochs": 1.0})
+    with pytest.raises(ConfigError, match=r"warmup_epochs=1.0 of an epoch of unknown length: type schedule.warm"):
+        resolve_steps(endless, None)
+    typed = resolved(1, trainer={"max_steps": 9, "max_epochs": None}, schedule={"warmup_samples": 128})
+    assert resolve_steps(typed, None).warmup == 2
 
 
 def test_what_is_derived_is_plain_and_complete() -> None:

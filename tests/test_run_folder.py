@@ -60,6 +60,38 @@ def read(folder: Path, name: str):
     return json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
 
 
+def test_what_a_learning_rate_rule_changes_is_shown_and_kept(train_py):
+    """In the start-up table, in config.yaml, and in the optimizer that really ran."""
+    typed = [one for one in SMALL if "warmup" not in one]
+    scaling = ["lr_scaling=adam_sde", "lr_scaling.base_batch_size=64", "batch.global_size=128"]
+    run = train_py(*typed, *scaling, "optimizer.weight_decay=0.1", "schedule.warmup_samples=200", "logger=none")
+    table = dict(re.findall(r"^(learning rate|rule changes|schedule) +(.*?) *$", run.stdout, re.MULTILINE))
+    assert table["learning rate"] == "base 0.001, rule adam_sde from base batch 64: effective 0.00141421"
+    assert table["rule changes"] == "betas 0.9, 0.999 -> 0.8, 0.998; eps 1e-08 -> 7.07107e-09"
+    assert table["schedule"] == "cosine after 2 steps of warm-up, 4 optimizer steps"
+    config = read(run.run_folder, "config.yaml")
+    assert config["optimizer"]["betas"] == [0.9, 0.999]
+    derived = config["derived"]
+    assert derived["effective_lr"] == pytest.approx(0.001 * 2**0.5)
+    assert derived["effective_betas"] == [0.8, 0.998]
+    assert derived["effective_eps"] == pytest.approx(1e-8 / 2**0.5)
+    assert derived["warmup_steps"] == 2
+    assert "effective_weight_decay" not in derived
+    rates = [line["lr"] for line in run.metrics if "train/loss" in line]
+    assert rates[:2] == pytest.approx([derived["effective_lr"] / 2, derived["effective_lr"]])
+
+    def betas(step: int) -> set:
+        (made,) = read(run.run_folder / f"checkpoints/step_{step:08d}", "state.json")["trainer"]["optimizers"]
+        return {tuple(group["betas"]["$tuple"]) for group in made["groups"]}
+
+    assert betas(4) == {(0.8, 0.998)}
+    train_py(f"resume={run.run_folder}", "batch.global_size=64", "trainer.max_steps=6")
+    assert betas(6) == {(0.9, 0.999)}, "what the rule says is of the batch of now"
+    derived = read(run.run_folder, "config.yaml")["derived"]
+    assert (derived["effective_lr"], derived["warmup_steps"]) == (0.001, 2), "the warm-up lay behind"
+    assert "effective_betas" not in derived
+
+
 def test_a_folder_explains_its_run_without_a_secret_and_repeats(train_py, tmp_path, monkeypatch):
     """One run with secrets wherever a user may put them, and the same run again from its folder."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)

@@ -1,9 +1,10 @@
 import math
+from fractions import Fraction
 
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.schedules import SHAPES, multiplier
+from shardwise.schedules import SHAPES, multiplier, warmup_in_steps
 
 
 def curve(kind, **numbers):
@@ -78,3 +79,24 @@ def test_mistakes_are_one_line_that_says_what_to_type(kind, changes, text):
     with pytest.raises(ConfigError, match=text) as error:
         multiplier(kind, 0, **({"total_steps": 10} | changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "done", "steps"),
+    [
+        (0, 64, (0, 0), 0),
+        (1, 64, (0, 0), 1),
+        (640, 64, (0, 0), 10),
+        (641, 64, (0, 0), 11),
+        (Fraction(641, 10), 64, (0, 0), 2),
+        (640, 64, (4, 4 * 64), 10),  # as if it had never stopped
+        (641, 64, (4, 4 * 64), 11),
+        (640, 64, (20, 20 * 64), 10),
+        (640, 32, (4, 4 * 64), 4 + 12),  # 384 samples are left, in batches of 32
+        (640, 256, (4, 4 * 64), 4 + 2),
+        (640, 32, (20, 20 * 64), 10),  # it lies behind, and was 10 steps
+        (640, 256, (10, 10 * 64), 10),
+    ],
+)
+def test_a_warmup_in_samples_keeps_its_place_when_the_batch_changes(samples, batch, done, steps):
+    assert warmup_in_steps(samples, batch_size=batch, done_steps=done[0], done_samples=done[1]) == steps

@@ -75,7 +75,7 @@ def test_four_right_runs(train_py, tmp_path, monkeypatch):
     rows = ledger(run.output_root)
     assert [row["run_folder"] for row in rows] == [str(folder) for folder in folders]
     assert {row["status"] for row in rows} == {"completed"}
-    assert "job 3/4: strategy=fsdp batch.global_size=32" in run.stdout
+    assert "job 3/4 started: strategy=fsdp batch.global_size=32" in run.stdout
     assert "next:" not in run.stdout
     table = run.stdout[run.stdout.index("4 jobs, ") :].splitlines()
     assert len(table) == 6

@@ -17,6 +17,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -471,6 +472,8 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.states: list[str | int] = []
         self.exit_code: int | None = None
         self.config: dict = {}
+        self.buckets: list[dict] = []
+        self.operations: dict[str, Callable[[dict], dict]] = {}
         self.stream_works = True
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -497,6 +500,7 @@ class Requests(http.server.BaseHTTPRequestHandler):
                 self.server.states.append(request.get("exitcode"))
             return self.answer({})
         if "mutation UpsertBucket" in request.get("query", ""):
+            self.server.buckets.append(request["variables"])
             if config := request["variables"].get("config"):
                 self.server.config = json.loads(config)
             name = request["variables"].get("name")
@@ -510,6 +514,9 @@ class Requests(http.server.BaseHTTPRequestHandler):
             if self.server.states:
                 model["bucket"] = self.resumable(request["variables"]["name"])
             return self.answer({"data": {"model": model}})
+        for operation, answer in self.server.operations.items():
+            if re.search(rf"(query|mutation) {operation}\b", request.get("query", "")):
+                return self.answer({"data": answer(request.get("variables") or {})})
         return self.answer({"data": None, "errors": [{"message": "not here"}]})
 
     def resumable(self, name):

@@ -99,7 +99,7 @@ class Regression(pl.LightningModule):
         return F.mse_loss(self.head(features) + self.again(features.square()), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.named_parameters(), target=torch.optim.AdamW, lr=1e-2)
+        return build_optimizer(self, target=torch.optim.AdamW, lr=1e-2)
 
 
 class Masked(Regression):
@@ -159,9 +159,11 @@ class Net(nn.Module):
         return self.head(x.flatten(1))
 
 
-def tuned(task: pl.LightningModule, *, target: Any = torch.optim.AdamW, lr: float = 1e-2) -> pl.LightningModule:
+def tuned(
+    task: pl.LightningModule, *, target: Any = torch.optim.AdamW, lr: float = 1e-2, **arguments: Any
+) -> pl.LightningModule:
     """The task with an optimizer, as the framework gives it one."""
-    task.configure_optimizers = lambda: build_optimizer(task.named_parameters(), target=target, lr=lr)
+    task.configure_optimizers = lambda: build_optimizer(task, target=target, lr=lr, **arguments)
     return task
 
 
@@ -316,11 +318,12 @@ def train(
     options: dict[str, Any] | None = None,
     observe: Callable[[Any, Any], dict[str, Any]] | None = None,
     seed_by_rank: bool = False,
+    optimizer: dict[str, Any] | None = None,
 ) -> Record:
-    """Train; `observe(trainer, module)` is called after the end for `Record.kinds`."""
+    """Train; `observe(trainer, module)` is called after the end for `Record.kinds`; `optimizer` is for `tuned`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(11 + (rank * 7 if seed_by_rank else 0))
-    module = build_module(kind)
+    module = tuned(build_module(kind), **optimizer) if optimizer else build_module(kind)
     recorder = Recorder()
     options = {"precision": "64-true", "gradient_clip_val": 0.5, "max_steps": steps, **(options or {})}
     options["strategy"] = {"plan": PLANS.get(kind), **options.get("strategy", {})}

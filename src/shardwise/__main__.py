@@ -30,6 +30,12 @@ def _export(argv: Sequence[str]) -> int:
     return main(list(argv))
 
 
+def _report(argv: Sequence[str]) -> int:
+    from shardwise.report.command import main
+
+    return main(list(argv))
+
+
 def _use(action: str) -> Callable[[Sequence[str]], int]:
     def command(argv: Sequence[str]) -> int:
         from shardwise.use import main
@@ -46,6 +52,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "eval": (_use("eval"), "metrics of a checkpoint, on any data and under any strategy"),
     "predict": (_use("predict"), "predictions of a checkpoint for every sample, into a file"),
     "generate": (_use("generate"), "text from a checkpoint of a language model"),
+    "report": (_report, "make a page of plots and tables out of a folder of runs, such as a sweep's"),
     "inspect": (_inspect, "print what is in a checkpoint, and whether it is whole"),
 }
 

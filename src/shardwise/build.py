@@ -19,6 +19,7 @@ from shardwise.models.batch_norm import batch_statistics_layers
 from shardwise.optim import build_optimizer, build_scheduler
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.layout import Layout, check_layout
+from shardwise.parallel.sharded_step import check_sharded
 from shardwise.resolve import Resolved, Steps
 from shardwise.seeds import stable_seed
 from shardwise.slots import AUTO, accepts, arguments, build, check_arguments, find_target
@@ -50,9 +51,12 @@ def check_slots(config: Config, dims: ParallelDims | None = None) -> None:
             check_arguments(target, arguments(node), where=slot, supplied=free)
     _check_task(config)
     target = find_target("optimizer", config.optimizer, plugins=plugins)
-    check_arguments(target, arguments(config.optimizer), where="optimizer", supplied=("params",))
-    given = {key: value for key, value in arguments(config.optimizer).items() if key != "lr"}
-    build_optimizer([("probe", nn.Parameter(torch.zeros(1)))], target=target, lr=1e-3, **given)  # type: ignore[arg-type]
+    given = arguments(config.optimizer)
+    own = {key: value for key, value in given.items() if key != "decay"}  # which is the framework's
+    check_arguments(target, own, where="optimizer", supplied=("params",))
+    build_optimizer([("probe", nn.Parameter(torch.zeros(1)))], target=target, **{**given, "lr": 1e-3})  # type: ignore[arg-type]
+    if dims is not None and (dims.tp > 1 or dims.dp_shard > 1):
+        check_sharded(target, own)  # type: ignore[arg-type]
     for name, node in config.callbacks.items():
         target = find_target("callbacks", node, plugins=plugins, where=f"callbacks.{name}")
         check_arguments(target, arguments(node), where=f"callbacks.{name}")
@@ -176,12 +180,12 @@ def _optimizers(task: pl.LightningModule, resolved: Resolved, steps: Steps) -> C
     schedule = config.schedule
 
     def configure_optimizers() -> Any:
-        optimizer = build_optimizer(task.named_parameters(), target=target, **resolved.optimizer)  # type: ignore[arg-type]
+        optimizer = build_optimizer(task, target=target, **resolved.optimizer)  # type: ignore[arg-type]
         scheduler = build_scheduler(
             optimizer,
             kind=schedule.kind,
             total_steps=steps.scheduled,
-            warmup_steps=schedule.warmup_steps,
+            warmup_steps=steps.warmup,
             min_ratio=schedule.min_ratio,
             decay_fraction=schedule.decay_fraction,
         )

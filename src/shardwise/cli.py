@@ -4,6 +4,7 @@ It composes, checks and resolves in one process, and hands a plain job to the ra
 that the framework owns is wrong any more.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from shardwise.resolve import Resolved, is_launched_rank, resolve
 if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.rerun import Repeated
+    from shardwise.sweep.planning import Planner
 
 STARTED = time.time()
 """When the command was typed, give or take the start of Python."""
@@ -69,7 +71,7 @@ def status_of(action: Any, *, rank_zero: bool = True) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:
         from shardwise.launch import RanksFailedError
-        from shardwise.sweep import SweepFailedError
+        from shardwise.sweep.pool import SweepFailedError
 
         if isinstance(error, (RanksFailedError, SweepFailedError)):
             text = str(error)
@@ -163,9 +165,11 @@ def _experiment_folder(argv: list[str]) -> Path:
 
 def _run(job: "Job") -> int:
     """Run a job; what a failure leaves to do is added to the exception."""
+    from shardwise.batch_finder import with_micro_size
     from shardwise.launch import launch
     from shardwise.signals import PREEMPTED
 
+    job = with_micro_size(job)
     try:
         result = launch(job)
     except ConfigError:
@@ -202,16 +206,7 @@ def _prepare(
     if repeated is None or repeated.folder is None:
         check_writable(config.output_root)
     check_plugged_in(resolved)
-    if config.checkpoint.folder is not None:
-        from shardwise.checkpoint.store import Store
-
-        if "://" not in config.checkpoint.folder:  # wherever the next command is typed
-            config.checkpoint.folder = os.path.abspath(os.path.expanduser(config.checkpoint.folder))
-        Store(config.checkpoint.folder).check_writable()
-    if config.init_from is not None and (repeated is None or repeated.checkpoint is None):
-        from shardwise.weights.loading import check_weights
-
-        check_weights(config.init_from)
+    check_places(config, weights=repeated is None or repeated.checkpoint is None)
     if repeated is not None:
         notes += repeated.differences()
     job = make_job(
@@ -224,6 +219,20 @@ def _prepare(
     )
     job = replace(job, started=STARTED)
     return job if repeated is None else repeated.applied(job)
+
+
+def check_places(config: Config, *, weights: bool = True) -> None:
+    """Whether checkpoints can be written where they are to go, and the weights to start from can be read."""
+    if config.checkpoint.folder is not None:
+        from shardwise.checkpoint.store import Store
+
+        if "://" not in config.checkpoint.folder:  # wherever the next command is typed
+            config.checkpoint.folder = os.path.abspath(os.path.expanduser(config.checkpoint.folder))
+        Store(config.checkpoint.folder).check_writable()
+    if weights and config.init_from is not None:
+        from shardwise.weights.loading import check_weights
+
+        check_weights(config.init_from)
 
 
 def experiment_of(config: Config, choices: dict[str, Any]) -> str:
@@ -241,7 +250,7 @@ def check_plugged_in(resolved: Resolved) -> None:
     nodes = {slot: getattr(config, slot) for slot in PLUGGED_IN if slot != "callbacks"}
     nodes |= {f"callbacks.{name}": node for name, node in config.callbacks.items()}
     check_names(nodes, plugins=config.plugins)
-    if resolved.world.launch == "local":
+    if resolved.world.launch == "local" or config.batch.micro_size == "auto":
         from shardwise.launch import warm_up
 
         warm_up()
@@ -251,38 +260,49 @@ def check_plugged_in(resolved: Resolved) -> None:
 
 
 def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: Path) -> list[dict[str, Any]]:
-    """Check every job of a sweep, then run them all; returns their results.
+    """Check every job of a grid, then run them all; returns their results.
 
     Raises:
         ConfigError: there is no job, or one of them is wrong; nothing has run then.
         SweepFailedError: a job failed.
         SystemExit: a signal has ended the sweep, with status 75 where its job has saved its state.
     """
-    from shardwise.job import check_writable, make_job
-
     if not composed:
         raise ConfigError("the sweep has no job: give some key two values, such as -m batch.global_size=32,64")
+    planner = sweep_planner([config for config, _, _ in composed])
+    from shardwise.sweep.grid import Grid
+    from shardwise.sweep.pool import run_jobs
+
+    with contextlib.closing(planner):
+        planned = [planner.plan(*one, number=number + 1) for number, one in enumerate(composed)]
+    largest = max(planned, key=lambda one: one.job.world["devices"])
+    return [outcome.result or {} for outcome in run_jobs(Grid(planned), folder=folder, sample=largest)]
+
+
+def sweep_planner(configs: Sequence[Config]) -> "Planner":
+    """What turns composed configurations into the jobs of a sweep; lets the process that they come from warm up.
+
+    Its ``close()`` ends the process that checks them.
+
+    Args:
+        configs: of all jobs of a grid, or of one of a search.
+
+    Raises:
+        ConfigError: the sweep as a whole cannot be.
+    """
     if is_launched_rank():
         raise ConfigError("a sweep under torchrun would run once a rank: type it with python train.py")
-    resolved = [resolve(config) for config, _, _ in composed]
+    for config in configs:
+        resolve(config)  # before torch is imported, which takes its time
     from shardwise.launch import warm_up
-    from shardwise.sweep import run_jobs
+    from shardwise.sweep.checking import Checker
+    from shardwise.sweep.planning import Planner, check_name, modules_of
 
-    warm_up()
-    for one in resolved:
-        check_writable(one.config.output_root)
-        check_plugged_in(one)
-    jobs = [
-        make_job(
-            config,
-            one.world,
-            experiment=experiment_of(config, choices),
-            overrides=overrides,
-            command=["python", *sys.orig_argv[1:]],
-            run_id=f"{folder.name}-{number}",
-            in_sweep=True,
-        )
-        for number, ((config, overrides, choices), one) in enumerate(zip(composed, resolved, strict=True))
-    ]
-    outcomes = run_jobs(jobs, folder=folder, on_failure=composed[0][0].sweep.on_failure)
-    return [outcome.result or {} for outcome in outcomes]
+    check_name(configs[0].sweep.name)
+    warm_up(modules_of(configs))
+    return Planner(
+        command=["python", *sys.orig_argv[1:]],
+        check=Checker(check_plugged_in),
+        check_places=check_places,
+        experiment=experiment_of,
+    )

@@ -52,6 +52,14 @@ def limits(*words: str, least: float | None = None, most: float | None = None) -
     return {"words": words, "least": least, "most": most}
 
 
+def texts(*allowed: str) -> dict[str, Any]:
+    """Field metadata for a text or a list of texts, each one of ``allowed`` if there are any.
+
+    The field's type is Any, as a schema of Hydra's has no such union.
+    """
+    return {"texts": allowed}
+
+
 @dataclass
 class TrainerConfig:
     """Lightning's Trainer, by its own names. Every count of steps or batches means optimizer steps."""
@@ -216,8 +224,9 @@ class BatchConfig:
 
     global_size: int = field(default=64, metadata=limits(least=1))
     """Samples of one optimizer step, over all ranks. The knob."""
-    micro_size: int | None = field(default=None, metadata=limits(least=1))
-    """Samples of one forward pass on one rank; derived if not given."""
+    micro_size: int | str | None = field(default=None, metadata=limits("auto", least=1))
+    """Samples of one forward pass on one rank; derived if not given; auto: the largest that fits into memory, found by
+    trying in processes of its own."""
     accumulate: int | None = field(default=None, metadata=limits(least=1))
     """Micro-batches of one optimizer step on one rank; derived if not given."""
     eval_size: int | None = field(default=None, metadata=limits(least=1))
@@ -232,6 +241,10 @@ class ScheduleConfig:
     """Shape after the warm-up."""
     warmup_steps: int = field(default=0, metadata=limits(least=0))
     """Optimizer steps of linear warm-up."""
+    warmup_samples: int | None = field(default=None, metadata=limits(least=0))
+    """The same in samples, instead of warmup_steps."""
+    warmup_epochs: float | None = field(default=None, metadata=limits(least=0))
+    """The same in passes over the samples (0.5 is half of one), instead of warmup_steps."""
     min_ratio: float = field(default=0.0, metadata=limits(least=0, most=1))
     """Factor at the end."""
     decay_fraction: float = field(default=0.2, metadata=limits(least=0, most=1))
@@ -242,18 +255,48 @@ class ScheduleConfig:
 class LRScalingConfig:
     """How the base rate of the optimizer follows the global batch."""
 
-    rule: str = field(default="none", metadata=choices("none", "linear", "sqrt"))
-    """none, linear (Goyal et al. 2017) or sqrt (Krizhevsky 2014)."""
+    rule: str = field(default="none", metadata=choices("none", "linear", "sqrt", "adam_sde", "legw"))
+    """none, linear (Goyal et al. 2017), sqrt (Krizhevsky 2014), adam_sde (Malladi et al. 2022: Adam's betas and eps
+    too) or legw (You et al. 2019: sqrt, and a warm-up of as many steps as at the base batch)."""
     base_batch_size: int | None = field(default=None, metadata=limits(least=1))
     """Global batch, in samples, for which optimizer.lr was found."""
+    corrections: bool = True
+    """Change the weight decay too where the rule's source says how: sqrt multiplies it as it does the rate, for
+    optimizers of which a step takes lr * weight_decay of a weight away (SGD, AdamW, Adafactor, Muon)."""
 
 
 @dataclass
 class SweepConfig:
     """How the jobs of ``-m`` are run."""
 
-    on_failure: str = field(default="stop", metadata=choices("stop", "continue"))
-    """What a failing job does to those after it."""
+    name: str | None = None
+    """Folder of the sweep, below output_root/sweeps: run again under the same name, it skips what is completed and goes
+    on with what is not. A new folder each time if not given."""
+    slots: int | str = field(default=1, metadata=limits("auto", least=1))
+    """Jobs side by side, each with its share of the cores or GPUs; auto: as many as there are GPUs (or cores) for."""
+    on_failure: str = field(default="stop", metadata=choices("stop", "continue", "retry"))
+    """What a failing job does to those after it: stop leaves them out, continue runs them, retry tries the failed one
+    again first, from its newest checkpoint where it has left one."""
+    retries: int = field(default=1, metadata=limits(least=0))
+    """Times that a failed job is tried again (on_failure=retry)."""
+    allow_code_change: bool = False
+    """Take results under the same sweep.name that another commit, or other uncommitted changes, have made."""
+    search: str = field(default="grid", metadata=choices("grid", "tpe", "gp", "random", "nsga2"))
+    """grid runs every combination; the others are Optuna's samplers, which try sweep.trials points of the space (key=
+    choice(...), range(...), interval(...), tag(log, interval(...))): TPE, Gaussian processes, random, NSGA-II."""
+    trials: int | None = field(default=None, metadata=limits(least=1))
+    """Jobs of a search in all, those of an earlier start under the same sweep.name included."""
+    metric: Any = field(default=None, metadata=texts())
+    """What a search is after, and by what the best job is named at the end: a metric's last value, such as
+    val/accuracy; a list of them for several objectives."""
+    mode: Any = field(default=None, metadata=texts("min", "max"))
+    """Whether a small or a large value is good (a list for a list); null: what the metric's name says, as of a loss or
+    an accuracy."""
+    prune: str = field(default="none", metadata=choices("none", "median", "halving"))
+    """End jobs early that are worse at a step than the median of the others, or by successive halving."""
+    storage: str | None = None
+    """Where a search keeps its trials: a URL as Optuna takes it, such as sqlite:///search.db; null: a journal in the
+    sweep's folder."""
 
 
 @dataclass
@@ -338,10 +381,12 @@ def _build(kind: type, plain: Any, path: str) -> Any:
 
 def _check(known: Field, hint: Any, value: Any, path: str) -> Any:
     kinds = _kinds(hint)
-    if value is None and type(None) in kinds:
+    if value is None and (type(None) in kinds or hint is Any):
         return None
     if missing := _missing(value, path):
         raise ConfigError(f"{missing} is missing: give it a value, such as {missing}=...")
+    if "texts" in known.metadata:
+        return _check_texts(known, value, path)
     if isinstance(value, str) and known.metadata.get("choices"):
         if value not in known.metadata["choices"]:
             raise wrong_choice(path, value, known.metadata["choices"])
@@ -359,6 +404,16 @@ def _check(known: Field, hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_range(known, value, path)
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _check_texts(known: Field, value: Any, path: str) -> str | list[str]:
+    several = isinstance(value, (list, tuple))
+    for one in value if several else [value]:
+        if not isinstance(one, str):
+            raise wrong_value(path, value, known)
+        if known.metadata["texts"] and one not in known.metadata["texts"]:
+            raise wrong_choice(path, one, known.metadata["texts"])
+    return list(value) if several else value
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
@@ -401,6 +456,8 @@ def needed(known: Field) -> str:
     """What a field takes, as a person would say it: ``a whole number or auto``."""
     if known.metadata.get("choices"):
         return "|".join(known.metadata["choices"])
+    if "texts" in known.metadata:
+        return f"{'|'.join(known.metadata['texts']) or 'a text'}, or a list such as {known.name}=[a,b],"
     kinds = _kinds(known.type)
     said: dict[type, list[str]] = {float: ["a number"], int: ["a whole number"], bool: ["true", "false"]}
     said |= {str: list(known.metadata.get("words") or ["a text"]), dict: ["a mapping"]}

@@ -3,26 +3,35 @@
 With ``explain.py`` and the plugin the only file that knows Hydra.
 """
 
+import contextlib
+import copy
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import DefaultsList
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from shardwise.config import PLUGGED_IN, Config, from_plain, to_plain
+from shardwise.config import PLUGGED_IN, Config, SweepConfig, from_plain, to_plain
 from shardwise.errors import ConfigError
 from shardwise.explain import check_flags, check_overrides, explain, explain_yaml
 from shardwise.groups import group_choices
+from shardwise.search_space import Choice, Dimension, interval
 
 CONFIG_PATH = "pkg://shardwise.conf"
 
@@ -126,13 +135,148 @@ def compose_plain(overrides: Sequence[str]) -> dict[str, Any]:
 def sweep_jobs(context: Any, config: DictConfig, overrides: Sequence[Sequence[str]]) -> list[tuple]:
     """(configuration, what was typed, each group's choice) for each job of a sweep, composed one after the other."""
     jobs = []
-    for typed in overrides:
-        composed = context.config_loader.load_sweep_config(config, list(typed))
-        # `${hydra:...}` reads the job's own settings, as it would if it ran alone.
-        HydraConfig.instance().set_config(composed)
-        choices = dict(composed.hydra.runtime.choices)
-        jobs.append((config_from(composed), list(composed.hydra.overrides.task), choices))
+    with _groups_composed_once():
+        for typed in overrides:
+            composed = context.config_loader.load_sweep_config(config, list(typed))
+            # `${hydra:...}` reads the job's own settings, as it would if it ran alone.
+            HydraConfig.instance().set_config(composed)
+            choices = dict(composed.hydra.runtime.choices)
+            jobs.append((config_from(composed), list(composed.hydra.overrides.task), choices))
     return jobs
+
+
+@contextlib.contextmanager
+def _groups_composed_once() -> Iterator[None]:
+    """Within this block Hydra composes the files of the same choices once, as many jobs differ in values only.
+
+    It applies values to what the files have made, so that they cannot change it; it has no setting for that, and two
+    functions are wrapped.
+    """
+    make_list, merge = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+    lists: dict[tuple[str, ...], DefaultsList] = {}
+    merged: dict[int, DictConfig] = {}
+
+    def create_defaults_list(repo: Any, config_name: Any, overrides_list: list[Override], **settings: Any) -> Any:
+        values = [
+            one for one in overrides_list if isinstance(one.value(), dict) or not repo.group_exists(one.key_or_group)
+        ]
+        words = tuple(one.input_line or "" for one in overrides_list if one not in values)
+        if words not in lists:
+            lists[words] = make_list(repo=repo, config_name=config_name, overrides_list=overrides_list, **settings)
+        return replace(lists[words], config_overrides=values)
+
+    def compose_from(self: Any, defaults: Any, repo: Any) -> DictConfig:
+        if id(defaults) not in merged:  # a list that is kept above, so that its number is its own
+            merged[id(defaults)] = merge(self, defaults=defaults, repo=repo)
+        return copy.deepcopy(merged[id(defaults)])
+
+    module: Any = config_loader_impl
+    loader: Any = ConfigLoaderImpl
+    module.create_defaults_list = create_defaults_list
+    loader._compose_config_from_defaults_list = compose_from
+    try:
+        yield
+    finally:
+        module.create_defaults_list = make_list
+        loader._compose_config_from_defaults_list = merge
+
+
+def compose_job(context: Any, config: DictConfig, overrides: Sequence[str]) -> tuple:
+    """One job of :func:`sweep_jobs`.
+
+    Raises:
+        ConfigError: what Hydra or the schema objects to, in one line.
+    """
+    try:
+        return sweep_jobs(context, config, [overrides])[0]
+    except Exception as error:
+        if not is_hydra_error(error):
+            raise
+        raise ConfigError(explain(error, group_choices())) from error
+
+
+def sweep_settings(composed: DictConfig) -> SweepConfig:
+    """The checked ``sweep`` of a configuration whose other keys may still be missing."""
+    return from_plain({"sweep": OmegaConf.to_container(composed.sweep, resolve=True)}).sweep
+
+
+def parse_space(
+    params: Mapping[str, Any], typed: Sequence[str], *, loader: Any
+) -> tuple[list[str], dict[str, Dimension]]:
+    """What is the same in every trial of a search, and its space; Hydra's extended grammar, as of its own sweepers.
+
+    Args:
+        params: ``hydra.sweeper.params``; what was typed for the same key counts.
+        typed: overrides of ``-m``.
+        loader: Hydra's, which knows the names behind ``glob(*)``.
+
+    Raises:
+        ConfigError: an override that cannot be read, or a range or an interval that makes no sense.
+    """
+    fixed: dict[str, str] = {}
+    space: dict[str, Dimension] = {}
+    parser = OverridesParser.create(config_loader=loader)
+    for text in [*(f"{key}={value}" for key, value in params.items()), *typed]:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise ConfigError(f"{text}: {' '.join(str(error).split())}") from None
+        key = override.get_key_element()
+        fixed.pop(key, None)
+        space.pop(key, None)
+        if override.is_sweep_override():
+            space[key] = _dimension(key, override)
+        else:
+            fixed[key] = text
+    return list(fixed.values()), space
+
+
+def swept_keys(params: Mapping[str, Any], typed: Sequence[str], *, loader: Any) -> list[str]:
+    """The keys that get several values, in ``hydra.sweeper.params`` or by what is typed."""
+    parser = OverridesParser.create(config_loader=loader)
+    keys = []
+    for text in [*(f"{key}={value}" for key, value in params.items()), *typed]:
+        with contextlib.suppress(HydraException):  # the sweeper says what it cannot read
+            override = parser.parse_override(text)
+            if override.is_sweep_override():
+                keys.append(override.get_key_element())
+    return keys
+
+
+def check_countable(params: Mapping[str, Any], typed: Sequence[str], *, loader: Any) -> None:
+    """Whether a grid can count its values.
+
+    Raises:
+        ConfigError: a key has an interval.
+    """
+    parser = OverridesParser.create(config_loader=loader)
+    for text in [*(f"{key}={value}" for key, value in params.items()), *typed]:
+        with contextlib.suppress(HydraException):  # the sweeper says what it cannot read
+            if parser.parse_override(text).is_interval_sweep():
+                key = text.partition("=")[0]
+                raise ConfigError(
+                    f"{text}: an interval has no end of values for a grid: type some ({key}=1,2,3), or search it with "
+                    f"sweep.search=tpe sweep.trials=20 sweep.metric=val/loss"
+                )
+
+
+def _dimension(key: str, override: Override) -> Dimension:
+    value: Any = override.value()
+    tags = set(getattr(value, "tags", ()))
+    if tags - {"log"} or (tags and not override.is_interval_sweep()):
+        raise ConfigError(f"{key}: the only tag here is log, of an interval, as in {key}=tag(log,interval(1e-4,1e-1))")
+    if override.is_interval_sweep():
+        return interval(key, value.start, value.end, log="log" in tags)
+    if getattr(value, "shuffle", False):
+        value.shuffle = False  # a search has no order, and a space that is continued has to be the same one
+    if override.is_range_sweep():
+        numbers = list(value.range())
+        if len(numbers) > 1:  # its end is not one of its values
+            return interval(key, min(numbers), max(numbers), log=False, step=abs(value.step))
+    values = tuple(dict.fromkeys(override.sweep_string_iterator()))
+    if not values:
+        raise ConfigError(f"{key}: there is no value in {override.input_line}")
+    return Choice(values)
 
 
 def is_hydra_error(error: BaseException) -> bool:

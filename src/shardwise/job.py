@@ -4,7 +4,10 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
+import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -46,6 +49,8 @@ class Job:
     """Whether it continues in its own run folder, which exists."""
     parent: str | None = None
     """The checkpoint that a new run starts from."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables for each of its processes, such as its share of the machine beside other jobs."""
     started: float = field(default_factory=time.time)
     """When the command was typed, in Unix seconds."""
 
@@ -200,6 +205,20 @@ def config_dir(command: Sequence[str]) -> str | None:
         if word.startswith("--config-dir="):
             return word.partition("=")[2]
     return None
+
+
+def start_command(job: Job) -> str:
+    """What was typed to start this run, up to its overrides, so that it works where the run was started."""
+    found = shutil.which("python")
+    if found is not None and os.path.dirname(found) == os.path.dirname(sys.executable):
+        python = "python"  # the environment is activated
+    else:
+        inside = sys.executable.startswith(os.getcwd() + os.sep)
+        python = shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)
+    script = len(job.command) > 1 and job.command[1].endswith(".py")
+    start = f"{python} {shlex.quote(job.command[1])}" if script else f"{python} -m shardwise train"
+    own = config_dir(job.command)
+    return start if own is None else f"{start} --config-dir {shlex.quote(own)}"
 
 
 def unwritable(path: str | os.PathLike[str], error: OSError) -> ConfigError:

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,16 +36,45 @@ class RanksFailedError(RuntimeError):
         """Which rank, and what happened to it, in one line."""
 
 
-def warm_up() -> None:
-    """Let a forkserver import what workers need while this process goes on. Call before importing torch here."""
+def warm_up(modules: Sequence[str] = ()) -> None:
+    """Let a forkserver import what workers need while this process goes on. Call before importing torch here.
+
+    Args:
+        modules: to be imported besides; where the forkserver runs already, it is too late for them.
+    """
     from multiprocessing import forkserver, resource_tracker
 
     # __main__ would be imported by each worker again, for nothing: the entry point stands in a module.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, *modules, "shardwise.template"])
     with signals_wait():
         resource_tracker.ensure_running()
     with signals_wait():  # again, as multiprocessing lets some through after it has started its helper
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()  # not the module's, which share_template() does not reach
+
+
+def share_template() -> None:
+    """Let what this process starts come from the forkserver that this process came from, with its imports done.
+
+    multiprocessing means that (each child inherits what it takes to ask for more), but its ensure_running() takes a
+    forkserver that it has not started itself for none, and starts another. One that has died is replaced, as always.
+    """
+    from multiprocessing import forkserver, resource_tracker
+
+    server: Any = forkserver._forkserver
+    origin, ensure_running = os.getppid(), server.ensure_running
+    if server._forkserver_pid is not None or not server._forkserver_address or server._forkserver_alive_fd is None:
+        return  # not a child of a forkserver
+
+    def running() -> None:
+        if server._forkserver_pid is None and server._forkserver_address:
+            if os.getppid() == origin:
+                resource_tracker.ensure_running()
+                return
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_address = server._forkserver_alive_fd = None
+        ensure_running()
+
+    server.ensure_running = running
 
 
 def launch(job: Job, stop: Stop | None = None) -> dict[str, Any]:

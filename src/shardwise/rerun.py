@@ -20,9 +20,13 @@ from shardwise.errors import ConfigError
 from shardwise.groups import WORDS
 from shardwise.job import Job, check_idle, config_dir
 from shardwise.provenance import MASK
+from shardwise.resolve import World, find_dims, find_world
 
 LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 """What, typed again, makes a completed run longer."""
+MICRO_SIZE = ("batch", "micro_size")
+HELD = ("strategy", "precision", "batch", "task", "model", "data", "optimizer", "callbacks")
+"""Groups that decide on how much memory a micro-batch takes."""
 SHOWN = 3
 """Run folders, or damaged checkpoints, that one line names."""
 
@@ -135,6 +139,8 @@ class Repeated:
                 continue
             elif name == "checkpoint.folder" and value == os.path.abspath(str(now[key])):
                 continue  # it is made absolute when a run begins
+            elif key == MICRO_SIZE and flat_asked[key] == "auto":
+                continue  # found then: see below
             elif now[key] != value and key in flat_asked and flat_asked[key] == now[key]:
                 why = never_taken(name, str(value), roaming=self.checkpoint is None or self.folder is not None)
                 if why is not None:
@@ -145,6 +151,13 @@ class Repeated:
                     continue
                 _put(asked, key, value)
                 notes.append(f"{name}={value!r} is kept from {whose} (the default is {now[key]!r} now)")
+        found = _flat(then).get(MICRO_SIZE)
+        if isinstance(found, int) and flat_asked[MICRO_SIZE] == "auto" and not "batch.micro_size.".startswith(typed):
+            if takes_the_same_memory(asked, self.config, world=find_world(from_plain(asked))):
+                _put(asked, MICRO_SIZE, found)
+                notes.append(f"batch.micro_size={found!r} is what {whose} found to fit, and is kept")
+            else:  # it is found again, which is no change of what was typed
+                then["batch"] = {**then["batch"], "micro_size": "auto"}
         changed = [
             f"{'.'.join(key)} {value!r} -> {flat_now[key]!r}"
             for flat_now in (_flat(asked),)
@@ -193,6 +206,29 @@ class Repeated:
             run_id=self.folder.name,
             run_folder=str(self.folder),
         )
+
+
+def takes_the_same_memory(asked: Mapping[str, Any], then: Mapping[str, Any], *, world: World) -> bool:
+    """Whether a run of ``asked`` in ``world`` is laid out as the one of ``then`` was, and holds the same in memory.
+
+    Args:
+        asked: a plain configuration.
+        then: the ``config.yaml`` of a run folder; what a checkpoint holds does not tell, and is taken to differ.
+        world: where the run of ``asked`` is to happen.
+
+    Raises:
+        ConfigError: ``asked`` has no layout in ``world``.
+    """
+    derived = then.get("derived")
+    if not isinstance(derived, dict):
+        return False
+    held = [
+        {key: value for key, value in _flat(dict(plain)).items() if key[0] in HELD and key != MICRO_SIZE}
+        for plain in (asked, then)
+    ]
+    places = {"devices": world.devices, "num_nodes": world.num_nodes, "accelerator": world.accelerator}
+    laid_out = {**find_dims(from_plain(asked), world).shape, **places}
+    return held[0] == held[1] and all(derived.get(key) == value for key, value in laid_out.items())
 
 
 def effective(stored: Sequence[str], typed: Sequence[str]) -> list[str]:

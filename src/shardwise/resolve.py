@@ -9,12 +9,13 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 from shardwise import schedules
 from shardwise.config import STRATEGIES, Config
 from shardwise.errors import ConfigError
-from shardwise.lr_scaling import effective_lr
+from shardwise.lr_scaling import Scaled, scale
 from shardwise.parallel.dims import AXES, ParallelDims
 
 DEFAULT_EPOCHS = 20
@@ -69,6 +70,8 @@ class Resolved:
     """At the peak of the schedule."""
     optimizer: dict[str, Any]
     """Arguments of the optimizer as the rule has changed them, ``lr`` among them."""
+    scaled: Scaled
+    """What the rule has changed."""
 
     def derived(self) -> dict:
         """Plain values for the tracker and ``config.yaml``: what the rules made of the configuration."""
@@ -83,6 +86,7 @@ class Resolved:
             **{f"batch_{key}": value for key, value in asdict(self.batch).items()},
             "base_lr": self.base_lr,
             "effective_lr": self.lr,
+            **{f"effective_{name}": change.after for name, change in self.scaled.changes.items()},
         }
 
 
@@ -125,18 +129,46 @@ def resolve_in(config: Config, world: World) -> Resolved:
         )
     dims = find_dims(config, world)
     dims.check_precision(config.precision.kind)
+    if config.batch.micro_size == "auto" and world.launch == "torchrun":
+        raise ConfigError(
+            "batch.micro_size=auto under torchrun, whose ranks would have to outlive what does not fit: type a number, "
+            "or find it with python train.py"
+        )
     batch = find_batch(config, dims.dp_size)
     if config.optimizer and "lr" not in config.optimizer:
         raise ConfigError("optimizer.lr is missing: give it a value, such as optimizer.lr=1e-3")
     base_lr = config.optimizer.get("lr", 0.0)
     if isinstance(base_lr, bool) or not isinstance(base_lr, (int, float)) or base_lr < 0:
         raise ConfigError(f"optimizer.lr={base_lr!r}: a number of at least 0 is needed, such as optimizer.lr=1e-3")
-    scaling = config.lr_scaling
-    lr = effective_lr(
-        scaling.rule, base_lr=float(base_lr), base_batch_size=scaling.base_batch_size, global_size=batch.global_size
+    scaled = _scale(config, float(base_lr), batch.global_size)
+    optimizer = {key: value for key, value in config.optimizer.items() if key != "_target_"}
+    optimizer |= {"lr": scaled.lr, **{name: change.after for name, change in scaled.changes.items()}}
+    return Resolved(
+        config, world, dims, batch, base_lr=float(base_lr), lr=scaled.lr, optimizer=optimizer, scaled=scaled
     )
-    optimizer = {key: value for key, value in config.optimizer.items() if key != "_target_"} | {"lr": lr}
-    return Resolved(config, world, dims, batch, base_lr=float(base_lr), lr=lr, optimizer=optimizer)
+
+
+def _scale(config: Config, base_lr: float, global_size: int) -> Scaled:
+    scaling = config.lr_scaling
+    scaled = scale(
+        scaling.rule,
+        optimizer={**config.optimizer, "lr": base_lr},
+        base_batch_size=scaling.base_batch_size,
+        global_size=global_size,
+        corrections=scaling.corrections,
+    )
+    if scaled.warmup_batch_size is not None and _warmup_typed(config) is None:
+        raise ConfigError(
+            f"lr_scaling={scaling.rule} scales the warm-up with the batch, and schedule.warmup_steps=0: type "
+            f"schedule.warmup_epochs=<epochs at base batch {scaling.base_batch_size}>, or lr_scaling=sqrt"
+        )
+    return scaled
+
+
+def _warmup_typed(config: Config) -> str | None:
+    """The field of the schedule that says how long the warm-up is; None if there is none."""
+    names = ("warmup_steps", "warmup_samples", "warmup_epochs")
+    return next((name for name in names if getattr(config.schedule, name)), None)
 
 
 def find_world(config: Config, *, environ: Mapping[str, str] = os.environ, gpus: int | None = None) -> World:
@@ -298,6 +330,12 @@ def check_steps(config: Config) -> None:
     """Refuse counts that make no sense, or that the endless stream of samples does not have."""
     trainer, schedule = config.trainer, config.schedule
     _check_stays_in_a_node(config, trainer.num_nodes)
+    if schedule.warmup_epochs is not None and math.isinf(schedule.warmup_epochs):
+        raise ConfigError("schedule.warmup_epochs=inf: a finite number of epochs is needed, such as 1.0")
+    names = ("warmup_steps", "warmup_samples", "warmup_epochs")
+    typed = [f"schedule.{name}={getattr(schedule, name)}" for name in names if getattr(schedule, name)]
+    if len(typed) > 1:
+        raise ConfigError(f"{' and '.join(typed)}: a warm-up has one length: set all but one of them to 0")
     if trainer.max_steps < -1 or trainer.max_steps == 0:
         raise ConfigError(
             f"trainer.max_steps={trainer.max_steps}: a positive number of optimizer steps, or -1 for no limit"
@@ -373,7 +411,8 @@ def check_checkpoints(config: Config) -> None:
 
 
 def find_batch(config: Config, dp_size: int) -> Batch:
-    """Micro-batch and accumulation for ``dp_size`` data-parallel ranks."""
+    """Micro-batch and accumulation for ``dp_size`` data-parallel ranks; those of the smallest micro-batch for ``auto``,
+    until it is known which is the largest that fits."""
     sizes = config.batch
     total = sizes.global_size
     if total % dp_size:
@@ -383,6 +422,13 @@ def find_batch(config: Config, dp_size: int) -> Batch:
         )
     share = total // dp_size
     micro, accumulate = sizes.micro_size, sizes.accumulate
+    if isinstance(micro, str):
+        if accumulate is not None:
+            raise ConfigError(
+                f"batch.accumulate={accumulate} beside batch.micro_size={micro}, which finds both: leave one of them "
+                f"out, or type batch.micro_size={max(1, share // accumulate)}"
+            )
+        micro = 1
     if micro is not None and accumulate is not None:
         if micro * accumulate * dp_size != total:
             raise ConfigError(
@@ -451,6 +497,10 @@ class Steps:
     """Optimizer steps over which the schedule stretches: those of the whole training, also where fast_dev_run stops."""
     val_check_interval: int | float | None
     """Lightning's argument: a number of steps, or 1.0 for the end of an epoch."""
+    warmup: int = 0
+    """Optimizer steps of the schedule's warm-up, whatever its length was typed in."""
+    unscaled_warmup: int = 0
+    """What these would be without the learning-rate rule."""
 
 
 @dataclass(frozen=True)
@@ -468,7 +518,8 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
 
     With N samples, a global batch of B and E epochs, a training takes ceil(EN/B) steps. One that goes on from step s,
     where P samples were seen, ends at step s + ceil((EN-P)/B), which is the same unless B has changed; a typed
-    max_steps counts steps from the start either way.
+    max_steps counts steps from the start either way. So does warmup_steps, while a warm-up in samples or epochs ends
+    with the sample that it would have ended with.
 
     Args:
         resolved: the resolved configuration.
@@ -482,6 +533,9 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
     trainer, size = resolved.config.trainer, resolved.batch.global_size
     whole = None if num_samples is None else math.ceil(num_samples / size)
     per_epoch = _limited(whole, trainer.limit_train_batches)
+    limited = per_epoch is not None and per_epoch != whole
+    epoch_samples = per_epoch * size if limited and per_epoch is not None else num_samples
+    warmup, unscaled_warmup = _warmup(resolved, epoch_samples, done=done)
     totals = [trainer.max_steps] if trainer.max_steps > 0 else []
     epochs = trainer.max_epochs
     if epochs is None and not totals:
@@ -490,13 +544,13 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
     if epochs is not None:
         if done is not None:
             _check_limit(done, size, limit=trainer.limit_train_batches)
-        if per_epoch is not None and per_epoch != whole:
+        if limited and per_epoch is not None:
             totals.append(max(epochs * per_epoch, 0 if done is None else done.step))
         elif num_samples is not None:
             step, seen = (0, 0) if done is None else (done.step, done.samples_seen)
             totals.append(step + max(0, math.ceil((epochs * num_samples - seen) / size)))
         elif not totals and trainer.fast_dev_run:
-            totals.append(int(trainer.fast_dev_run) + resolved.config.schedule.warmup_steps)
+            totals.append(int(trainer.fast_dev_run) + warmup)
         elif not totals:
             raise ConfigError("an epoch of unknown length: type trainer.max_steps=...")
     interval = trainer.val_check_interval
@@ -515,12 +569,48 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
         )
     scheduled = min(totals)
     schedule = resolved.config.schedule
+    name = _warmup_typed(resolved.config)
+    if warmup > scheduled and name in ("warmup_samples", "warmup_epochs"):
+        rule = f" with lr_scaling={resolved.config.lr_scaling.rule}" if warmup != unscaled_warmup else ""
+        raise ConfigError(
+            f"schedule.{name}={getattr(schedule, name)} is {warmup} steps{rule}, and does not fit a training of "
+            f"{scheduled} optimizer steps: type fewer, or schedule.{name}=0 and schedule.warmup_steps=<a number up to "
+            f"{scheduled}>"
+        )
     schedules.check(
         schedule.kind,
         total_steps=scheduled,
-        warmup_steps=schedule.warmup_steps,
+        warmup_steps=warmup,
         min_ratio=schedule.min_ratio,
         decay_fraction=schedule.decay_fraction,
     )
     total = min(scheduled, int(trainer.fast_dev_run)) if trainer.fast_dev_run else scheduled
-    return Steps(num_samples, per_epoch, total, scheduled, interval)
+    return Steps(num_samples, per_epoch, total, scheduled, interval, warmup, unscaled_warmup)
+
+
+def _warmup(resolved: Resolved, epoch_samples: int | None, *, done: Done | None) -> tuple[int, int]:
+    """Optimizer steps of warm-up, and what they would be without the rule.
+
+    Args:
+        resolved: the resolved configuration.
+        epoch_samples: samples of an epoch, or None where nobody knows.
+        done: what lies behind a training that goes on from a checkpoint.
+    """
+    schedule, name = resolved.config.schedule, _warmup_typed(resolved.config)
+    if name is None or name == "warmup_steps":
+        return schedule.warmup_steps, schedule.warmup_steps
+    if name == "warmup_samples":
+        samples = Fraction(schedule.warmup_samples or 0)
+    elif epoch_samples is not None:
+        samples = Fraction(str(schedule.warmup_epochs)) * epoch_samples
+    else:
+        raise ConfigError(
+            f"schedule.warmup_epochs={schedule.warmup_epochs} of an epoch of unknown length: type "
+            f"schedule.warmup_samples=... or schedule.warmup_steps=..."
+        )
+    behind = {} if done is None else {"done_steps": done.step, "done_samples": done.samples_seen}
+    unscaled = schedules.warmup_in_steps(samples, batch_size=resolved.batch.global_size, **behind)
+    if (base := resolved.scaled.warmup_batch_size) is None:
+        return unscaled, unscaled
+    # As many steps at every batch, so that there is no place to be kept.
+    return schedules.warmup_in_steps(samples, batch_size=base), unscaled

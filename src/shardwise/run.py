@@ -22,6 +22,7 @@ from shardwise.checkpoint.saving import Preempted
 from shardwise.config import to_plain
 from shardwise.errors import ConfigError
 from shardwise.job import Job, unwritable
+from shardwise.probe import probe
 from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, resolve_steps
 from shardwise.resuming import (
@@ -66,10 +67,12 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     stop = stop or Stop()
     rank = int(os.environ.get("RANK", "0"))
     _quiet_lightning()
-    _share_cores(resolved)
+    _share_cores(job, resolved)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+    if job.action == "probe":
+        return probe(job, resolved, rank)
     writer = RunFolder(job, resolved) if rank == 0 else None
     if job.action != "train":
         return _act(job, resolved, writer)
@@ -95,8 +98,9 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
             cut_metrics(job, trainer)
         if writer is not None:
             derived = {**resolved.derived(), "total_steps": steps.total, "samples_per_epoch": steps.samples_per_epoch}
+            derived["warmup_steps"] = steps.warmup
             if brings_optimizer(task):
-                derived.update(base_lr=None, effective_lr=None)
+                derived.update(base_lr=None, effective_lr=None, warmup_steps=None)
             writer.describe(derived)
             for logger in trainer.loggers:
                 logger.log_hyperparams({**without_secrets(to_plain(config)), "derived": derived})
@@ -181,9 +185,11 @@ def _act(job: Job, resolved: Resolved, writer: "RunFolder | None") -> dict[str, 
     return result
 
 
-def _share_cores(resolved: Resolved) -> None:
+def _share_cores(job: Job, resolved: Resolved) -> None:
     """Each process its share of the cores, or everything crawls; OMP_NUM_THREADS is obeyed."""
-    if resolved.world.devices > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" in job.environment:  # which has come too late for the library itself
+        torch.set_num_threads(int(job.environment["OMP_NUM_THREADS"]))
+    elif resolved.world.devices > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // resolved.world.devices))
 
 

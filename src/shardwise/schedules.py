@@ -13,6 +13,7 @@ either, and its factor is as near to 0 as one step of the shape. After T the fac
 import math
 from collections.abc import Callable
 from difflib import get_close_matches
+from fractions import Fraction
 
 from shardwise.errors import ConfigError
 
@@ -106,6 +107,25 @@ def multiplier(
         return 1.0
     progress = min(max((step - start) / (total_steps - start), 0.0), 1.0)
     return min_ratio + (1.0 - min_ratio) * SHAPES[kind](progress)
+
+
+def warmup_in_steps(samples: Fraction | int, *, batch_size: int, done_steps: int = 0, done_samples: int = 0) -> int:
+    """Optimizer steps of a warm-up that is given in samples.
+
+    A training that goes on with batches of another size keeps its place: what is left of the warm-up is made of batches
+    of now, and a warm-up that lies behind is as many steps as it was.
+
+    Args:
+        samples: of the whole warm-up.
+        batch_size: samples of an optimizer step from now on.
+        done_steps: optimizer steps that are done.
+        done_samples: samples of these.
+    """
+    if samples <= 0:
+        return 0
+    if done_samples >= samples:
+        return math.ceil(Fraction(samples) * done_steps / done_samples)
+    return done_steps + math.ceil(Fraction(samples - done_samples) / batch_size)
 
 
 def _decay_steps(total_steps: int, decay_fraction: float) -> int:

@@ -1,9 +1,7 @@
 """What is printed before the first step and after the last."""
 
 import itertools
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.store import checkpoints_of
 from shardwise.errors import ConfigError
-from shardwise.job import Job, config_dir
+from shardwise.job import Job, start_command
+from shardwise.optim.groups import count_decayed
 from shardwise.parallel.blocks import repeated_blocks
+from shardwise.parallel.gradient_noise import verdict
 from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, Steps
 from shardwise.signals import PREEMPTED
@@ -81,11 +81,16 @@ def start_table(
         table.add_row("learning rate", f"{type(module).__name__}.configure_optimizers decides")
         table.add_row("schedule", length)
     else:
-        scaling, warmup = config.lr_scaling, config.schedule.warmup_steps
+        scaling = config.lr_scaling
         base = f" from base batch {scaling.base_batch_size}" if scaling.rule != "none" else ""
         rates = f"base {resolved.base_lr:g}, rule {scaling.rule}{base}: effective {resolved.lr:g}"
         table.add_row("learning rate", rates)
-        after = f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
+        if amount := resolved.optimizer.get("weight_decay"):
+            some, every = count_decayed(module, decay=resolved.optimizer.get("decay", "matrices"))
+            table.add_row("weight decay", f"{amount:g} on {some:,} of {every:,} parameters")
+        if changes := rule_changes(resolved, steps):
+            table.add_row("rule changes", "; ".join(changes))
+        after = f" after {counted(steps.warmup, 'step')} of warm-up" if steps.warmup else ""
         table.add_row("schedule", f"{config.schedule.kind}{after}, {length}")
     if steps.samples_per_epoch is not None and steps.steps_per_epoch is not None:
         sizes = f"{counted(steps.samples_per_epoch, 'sample')}, {counted(steps.steps_per_epoch, 'step')}"
@@ -101,6 +106,21 @@ def start_table(
     return table
 
 
+def rule_changes(resolved: Resolved, steps: Steps) -> list[str]:
+    """What the learning-rate rule has changed beyond the rate: ``betas 0.9, 0.999 -> 0.8, 0.998``."""
+
+    def shown(value: Any) -> str:
+        return ", ".join(f"{one:.6g}" for one in (value if isinstance(value, list | tuple) else [value]))
+
+    changed = [
+        f"{name.replace('_', ' ')} {shown(change.before)} -> {shown(change.after)}"
+        for name, change in resolved.scaled.changes.items()
+    ]
+    if steps.warmup != steps.unscaled_warmup:
+        changed.append(f"warm-up {steps.unscaled_warmup:,} -> {counted(steps.warmup, 'step')}")
+    return changed
+
+
 def show_end(job: Job, result: dict[str, Any]) -> None:
     """The result, where it is, and what to type next."""
     values = sorted(result["metrics"].items())
@@ -109,6 +129,9 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
     shown = "  ".join(f"{name} {value:.4g}" for name, value in chosen)
     again = f" (exit status {PREEMPTED}: try again)" if result["status"] == "preempted" else ""
     print(f"\n{result['status']} after {counted(result['steps'], 'step')}{again}  {shown}")
+    noise = [result["metrics"].get(f"noise_scale/gradient_{part}") for part in ("norm_sq", "variance")]
+    if None not in noise:
+        print(verdict(job.resolved().batch.global_size, norm_sq=noise[0], variance=noise[1]))
     print(f"run folder: {job.run_folder}")
     if newest := newest_checkpoint(job):
         print(f"checkpoint: {newest}")
@@ -121,20 +144,6 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
 def counted(number: int, noun: str) -> str:
     """``1 step``, ``1,200 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def start_command(job: Job) -> str:
-    """What was typed to start this run, up to its overrides, so that it works where the run was started."""
-    found = shutil.which("python")
-    if found is not None and os.path.dirname(found) == os.path.dirname(sys.executable):
-        python = "python"  # the environment is activated
-    else:
-        inside = sys.executable.startswith(os.getcwd() + os.sep)
-        python = shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)
-    script = len(job.command) > 1 and job.command[1].endswith(".py")
-    start = f"{python} {shlex.quote(job.command[1])}" if script else f"{python} -m shardwise train"
-    own = config_dir(job.command)
-    return start if own is None else f"{start} --config-dir {shlex.quote(own)}"
 
 
 def next_commands(job: Job, *, status: str = "completed") -> list[str]:

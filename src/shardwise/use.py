@@ -289,15 +289,18 @@ class Use:
         check_steps(config)
         world = find_world(config)
         dims = find_dims(config, world)
-        size = _eval_size(config.batch, self.mesh)
+        found = self.then.get("batch", {}).get("micro_size")  # where auto was typed
+        size = _eval_size(config.batch, self.mesh, found=found)
         batch = BatchConfig(global_size=size * dims.dp_size, micro_size=size, eval_size=size)
         return resolve_in(replace(config, batch=batch), world), notes
 
 
-def _eval_size(batch: BatchConfig, mesh: dict[str, int]) -> int:
+def _eval_size(batch: BatchConfig, mesh: dict[str, int], *, found: Any) -> int:
     """Samples of an evaluation batch on one rank: what is typed, or what the training evaluated with."""
+    micro_size = found if batch.micro_size == "auto" else batch.micro_size
     ranks = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1) * (batch.accumulate or 1)
-    return batch.eval_size or batch.micro_size or max(1, batch.global_size // max(1, ranks))
+    size = batch.eval_size or (micro_size if isinstance(micro_size, int) else None)
+    return size or max(1, batch.global_size // max(1, ranks))
 
 
 # ---- words ---------------------------------------------------------------------------------------------------------

@@ -43,7 +43,9 @@ def work(text: str) -> dict[str, Any]:
     # All signals wait until the rank owns them, and again when it is done; the agent's word to end does not.
     signal.signal(signal.SIGQUIT, lambda signum, frame: os._exit(128 + signum))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGQUIT])
-    return obey(Job.loads(text))
+    job = Job.loads(text)
+    os.environ.update(job.environment)
+    return obey(job)
 
 
 def obey(job: Job) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def obey(job: Job) -> dict[str, Any]:
     """
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(job.run_folder)
-    with rank_log(folder, rank) as console, _signals_of_rank(job, rank) as stop:
+    with rank_log(folder, rank, console=rank == 0 and not job.in_sweep) as console, _signals_of_rank(job, rank) as stop:
         try:
             from shardwise.run import run_job
 
@@ -132,20 +134,20 @@ def _hung_up() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
-    """Everything that a rank prints goes to ``ranks/rank_<k>.log``; rank 0 also keeps its console.
+def rank_log(folder: Path, rank: int, *, console: bool) -> Iterator[TextIO]:
+    """Everything that a rank prints goes to ``ranks/rank_<k>.log``; rank 0 keeps its ``console`` too, if it has one.
 
     What is yielded is the error stream of the console, for the rank that has to say why all of them end.
     """
     with _opened(folder / "ranks" / f"rank_{rank}.log") as log:
-        if rank:
+        if not console:
             # The descriptors, so that libraries and child processes follow.
             sys.stdout.flush()
             sys.stderr.flush()
-            with os.fdopen(os.dup(2), "w", encoding="utf-8") as console:
+            with os.fdopen(os.dup(2), "w", encoding="utf-8") as before:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-                yield console
+                yield before
             return
         out, err = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)

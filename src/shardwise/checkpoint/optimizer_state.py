@@ -112,7 +112,7 @@ def load_optimizer(
 
 def _state_tensor(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for a piece of an optimizer's state: placed as the parameter if it has its shape."""
-    if tuple(parameter.shape) != shape or device != parameter.device:
+    if not shape or tuple(parameter.shape) != shape or device != parameter.device:
         return torch.zeros(shape, dtype=dtype, device=device)
     if isinstance(parameter, DTensor):
         return DTensor(torch.zeros_like(parameter.to_local(), dtype=dtype), parameter._spec, requires_grad=False)

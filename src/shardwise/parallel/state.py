@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from shardwise.parallel.fsdp import reshard
+from shardwise.parallel.sharded_step import stepping_right
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -58,7 +59,8 @@ def load_sharded_optimizer_state(root: nn.Module, optimizer: Optimizer, state: M
         "param_groups": [{**g, "params": [names.get(key, key) for key in g["params"]]} for g in state["param_groups"]],
     }
     if state["state"]:
-        set_optimizer_state_dict(root, optimizer, state, options=StateDictOptions(full_state_dict=True))
+        with stepping_right(optimizer):  # torch makes a step at rate 0, for there to be something to load into
+            set_optimizer_state_dict(root, optimizer, state, options=StateDictOptions(full_state_dict=True))
         return
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})

@@ -5,7 +5,9 @@ per optimizer step. The loss of the step is the mean over the global batch: each
 counts (samples, or targets that are not ignored) over what all ranks count.
 """
 
+import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,14 +31,18 @@ from shardwise.parallel.grad_norm import scale_gradients_
 from shardwise.parallel.initialise import materialise, share_values
 from shardwise.parallel.layout import Layout, lay_out
 from shardwise.parallel.local_tensors import Leaves, partial_parameters, sum_partial_gradients
+from shardwise.parallel.own_gradients import OwnGradients
 from shardwise.parallel.plan import Plan
 from shardwise.parallel.replicas import check_replicas
+from shardwise.parallel.sharded_step import check_sharded
 from shardwise.seeds import stable_seed
 from shardwise.strategies.checkpoints import MeshCheckpoints
 from shardwise.strategies.logged import LoggedOnStep, log_over_ranks, reduce_metrics_over
 from shardwise.strategies.micro_batches import batch_samples, check_same_batch, split_batch
 from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
 from shardwise.strategies.step import Step
+
+log = logging.getLogger(__name__)
 
 
 class MeshStrategy(MeshCheckpoints):
@@ -115,6 +121,8 @@ class MeshStrategy(MeshCheckpoints):
         self.plan: Plan | None = None
         """By which layers are split; known once they are."""
         self._leaves: Leaves | None = None
+        self.own_gradients: OwnGradients | None = None
+        """To be shown each rank's own gradient before it is added up over ranks; given before training starts."""
         self._check_replicas_every = check_replicas_every_n_steps
         self._defer_gradient_sync = defer_gradient_sync
         self._find_unused_parameters = find_unused_parameters
@@ -141,10 +149,14 @@ class MeshStrategy(MeshCheckpoints):
         if fitting:
             if self.dims.dp_replicate > 1 and not self.dims.uses_fsdp:
                 self.model = self._wrap_ddp(module)
+            if self.own_gradients is not None and isinstance(self.model, FSDPModule):
+                self.own_gradients.attach(self.model, dp_size=self.dp_size)
             self._counts_late = False
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             self.remember_groups()
+            if self.holds_parts:
+                self._check_optimizers()
             # Initial weights are drawn from generators of their own; from here on each share of the data has its noise.
             seed_random(stable_seed(self.seed, "noise", self.dp_rank))
         self.setup_precision_plugin()
@@ -154,6 +166,13 @@ class MeshStrategy(MeshCheckpoints):
         for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop.inference_mode = False
         trainer.predict_loop.inference_mode = False
+
+    def _check_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                note = check_sharded(type(optimizer), group)
+            if note and self.is_global_zero:
+                log.warning(note)
 
     def _set_up_precision(self) -> None:
         self.dims.check_precision(self._precision_name or "")
@@ -309,7 +328,8 @@ class MeshStrategy(MeshCheckpoints):
         if several:
             logged.keep()
         weighted = plugin.pre_backward(step.weigh(0, closure_loss), module)
-        plugin.backward(weighted, module, optimizer, *args, **kwargs)
+        with self._each_gradient(module):
+            plugin.backward(weighted, module, optimizer, *args, **kwargs)
         for index in range(1, len(step.batches)):
             # The module may log from its training_step.
             hook, module._current_fx_name = module._current_fx_name, "training_step"
@@ -317,7 +337,8 @@ class MeshStrategy(MeshCheckpoints):
             module._current_fx_name = hook
             logged.keep()
             weighted = plugin.scale_loss(step.weigh(index, loss))
-            plugin.backward(weighted, module, optimizer, *args, **kwargs)
+            with self._each_gradient(module):
+                plugin.backward(weighted, module, optimizer, *args, **kwargs)
         if self._leaves is not None:
             self._leaves.hand_over()
         if self.tp_group is not None:
@@ -339,6 +360,34 @@ class MeshStrategy(MeshCheckpoints):
         if self.dp_group is None or not every or (module.trainer.global_step + 1) % every:
             return False
         return getattr(module, "logs_in_training", True)
+
+    def _each_gradient(self, module: LightningModule) -> contextlib.AbstractContextManager[None]:
+        """Around a backward pass: each micro-batch has a gradient of its own, which FSDP adds up out of reach."""
+        own = self.own_gradients
+        if own is None or not own.wanted or isinstance(self.model, FSDPModule):
+            return contextlib.nullcontext()
+        return own.of_each(module.parameters())
+
+    def shares_of_gradient(self) -> tuple[Tensor, Tensor]:
+        """Of the step before the optimizer's: the squared norm of the mean gradient over each micro-batch of this rank
+        (FSDP: over all of them), and what it counts over what all count. 1-dim, float64, one element a share.
+
+        ``own_gradients`` has to be there, and have been ``wanted``; where nothing counts, the first is not a number.
+        """
+        assert self._step is not None
+        assert self.own_gradients is not None
+        step, scaler = self._step, getattr(self.precision_plugin, "scaler", None)
+        weights = step.weights()
+        if isinstance(self.model, FSDPModule):
+            weights = weights.sum(0, keepdim=True)
+        # What was seen is scaled, and weighted by the step (``Step.weigh``).
+        factor = self.dp_size * weights * (1.0 if scaler is None else scaler.get_scale())
+        return self.own_gradients.take() * (step.factor / factor) ** 2, weights
+
+    @property
+    def defers_gradient_sync(self) -> bool:
+        """Whether gradients are reduced once, after the last micro-batch."""
+        return self._defer_gradient_sync
 
     def global_loss(self) -> Tensor:
         """Mean loss of the last step over its global batch: 0-dim, float64. A collective."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.grad_norm import clip_by_norm_, clip_by_value_
-from shardwise.parallel.local_step import is_elementwise, on_local_tensors
+from shardwise.parallel.sharded_step import stepping_right, way_of
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Mixed precisions -> format of the computation."""
@@ -29,11 +29,14 @@ class MeshClipping:
         clip_by_value_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Forward and backward pass, clipping, and the step: on local tensors where that makes no difference."""
-        if getattr(self, "scaler", None) is not None or not is_elementwise(optimizer):
+        """Forward and backward pass, clipping, and the step, which is right on sharded parameters."""
+        if way_of(optimizer) is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
+        if getattr(self, "scaler", None) is not None:  # it decides whether there is a step
+            with stepping_right(optimizer):
+                return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
         result = self._wrap_closure(model, optimizer, closure)  # type: ignore[attr-defined]
-        with on_local_tensors(optimizer):
+        with stepping_right(optimizer):
             optimizer.step(**kwargs)
         return result
 

@@ -37,6 +37,8 @@ class Step:
         self.args = args
         self.late = counts is None
         """Whether ``training_step`` told what it counts only when it had counted it."""
+        self.factor: Tensor | float = 1.0
+        """What ``correction`` has said last, or 1."""
         self._assumed = assumed
         self._group = group
         self._dp_size = 1 if group is None else dist.get_world_size(group)
@@ -95,6 +97,10 @@ class Step:
         """What all micro-batches of this rank count: 0-dim, float64."""
         return torch.stack(self._counts).sum()
 
+    def weights(self) -> Tensor:
+        """What each micro-batch of this rank counts over what those of all ranks count: 1-dim, float64."""
+        return torch.stack(self._counts) / _not_zero(self.total)
+
     def shares(self) -> list[Tensor]:
         """What each micro-batch counts, over what all of this rank's count: 0-dim, they add up to 1."""
         whole = _not_zero(self.count())
@@ -118,7 +124,8 @@ class Step:
             return None
         announced = _not_zero(self.total)
         self._add_up()
-        return announced / _not_zero(self.total)
+        self.factor = announced / _not_zero(self.total)
+        return self.factor
 
     def global_loss(self) -> Tensor:
         """Mean loss over the global batch: 0-dim, float64. A collective."""

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import re
@@ -23,6 +24,9 @@ from shardwise.tracking.wandb_service import forget_failed_run, is_logged_in, se
 
 log = logging.getLogger(__package__)
 
+AGENTS_RUN = "agents_run.json"
+"""In <save_dir>/wandb: the run of an agent that the metrics went to."""
+
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -40,6 +44,8 @@ class WandbTracker(Logger):
       what it lost when the run was killed is logged from <save_dir>/metrics.jsonl, which has the same calls line by
       line and has to be cut back to the checkpoint before this tracker is used. Points that were logged past it,
       through `experiment`, are not watched.
+    - Under an agent of a W&B sweep (WANDB_SWEEP_ID and WANDB_RUN_ID) the metrics go to the agent's run, in the sweep's
+      project, and run_id is no more than its name; the run folder remembers which run it was.
 
     Args:
         project, entity, group, name, tags: as in wandb.init. name is run_id by default; without an entity, the user's.
@@ -191,6 +197,10 @@ class WandbTracker(Logger):
         if self._save_dir is None:
             raise ConfigError("WandbTracker has no save_dir: give it the run folder, such as save_dir=outputs/my-run")
         service_settings = set_up()
+        if agents := self._agents_run(service_settings):
+            self._init["name"] = self._init["name"] or self._id
+            self._id = agents.pop("run_id")
+            self._init.update(agents)
         self._id = self._id or service_settings.run_id or secrets.token_hex(4)
         url = without_secrets(service_settings.base_url)
 
@@ -232,6 +242,23 @@ class WandbTracker(Logger):
             self._continue(run, earlier, online=mode == "online")
         return run
 
+    def _agents_run(self, service_settings: Any) -> dict[str, Any]:
+        """run_id, project and entity of the run that an agent of a sweep has made, which counts instead of a new one;
+        empty without an agent. What is resumed outside of it goes on in the same run."""
+        assert self._save_dir is not None
+        path = self._save_dir / "wandb" / AGENTS_RUN
+        if service_settings.sweep_id and service_settings.run_id:
+            found = {name: getattr(service_settings, name) for name in ("run_id", "project", "entity")}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found), encoding="utf-8")
+            return found
+        if self._resume:
+            with contextlib.suppress(OSError, ValueError):
+                found = json.loads(path.read_text(encoding="utf-8"))
+                if isinstance(found, dict) and isinstance(found.get("run_id"), str):
+                    return {name: found.get(name) for name in ("run_id", "project", "entity")}
+        return {}
+
     def _earlier(self) -> list[TransactionLog]:
         """What earlier processes of this run left in its folder, mended so that it can be uploaded."""
         assert self._save_dir is not None
@@ -269,9 +296,12 @@ class WandbTracker(Logger):
     def _wandb_init(self, mode: str) -> Any:
         import wandb
 
+        # Under an agent these come from the environment; the client says on the terminal that it ignores any other.
+        given = {"id": self._id, **{name: self._init[name] for name in ("project", "entity")}}
+        if wandb.setup().settings.sweep_id:
+            given = {}
         return wandb.init(
-            **(self._init | {"name": self._init["name"] or self._id}),
-            id=self._id,
+            **(self._init | {"name": self._init["name"] or self._id, "project": None, "entity": None} | given),
             dir=str(self._save_dir),
             mode=mode,  # type: ignore[arg-type]
             # Offline, it lets the upload go on with W&B's own number of the row, whatever has arrived before it.

@@ -2,10 +2,11 @@
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -13,31 +14,47 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise import schedules
 from shardwise.errors import ConfigError
+from shardwise.optim.groups import Trained, check_decay, trained_parameters
+from shardwise.optim.muon import HIDDEN, Muon
+from shardwise.parallel.local_step import own_clipping
+from shardwise.parallel.sharded_step import check_sharded
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, Parameter]], *, target: type, lr: float, **arguments: Any
+    source: nn.Module | Iterable[tuple[str, Parameter]],
+    *,
+    target: type,
+    lr: float,
+    decay: str = "matrices",
+    **arguments: Any,
 ) -> Optimizer:
     """An optimizer over every parameter that requires a gradient.
+
+    Where it knows weight decay, what is decayed and what is not (groups.py) stand in a group each, in this order and
+    whatever the decay is, so that a run can go on with another. Muon has its hidden matrices in a group before them.
 
     The parameters may be plain tensors, DTensors, or both, on any meshes. Only DTensors: `foreach` is turned on where
     the class has it and nobody typed it or `fused`, because torch's own default then updates them one by one (AdamW on
     40 parameters: 7.0 ms, with foreach 1.6 ms). Both kinds: torch cannot update them together, so `foreach` is off.
 
     Args:
-        named_parameters: as from Module.named_parameters(). A parameter that comes twice (tied weights) counts once.
+        source: the module, as it is laid out; or its named parameters, of which names and shapes alone are known. A
+            parameter that comes twice (tied weights) counts once.
         target: a subclass of torch.optim.Optimizer.
         lr: the effective learning rate, at the peak of the schedule.
+        decay: ``matrices`` leaves out norms, biases and embeddings; ``all`` nothing.
         **arguments: for the class; lists, as YAML gives for betas, become tuples.
 
     Raises:
-        ConfigError: nothing to train, not an optimizer, an argument that it does not take, or a number given as text.
+        ConfigError: nothing to train, not an optimizer, an argument that it does not take, a number given as text, or
+            an optimizer that is not right on sharded parameters.
     """
     if not (isinstance(target, type) and issubclass(target, Optimizer)):
         raise ConfigError(f"optimizer._target_={target!r} is no optimizer: name a subclass of torch.optim.Optimizer")
     name = f"{target.__module__}.{target.__qualname__}"
-    unique = {id(parameter): parameter for _, parameter in named_parameters if parameter.requires_grad}
-    parameters = list(unique.values())
+    check_decay(decay)
+    trained = trained_parameters(source)
+    parameters = [each.parameter for each in trained]
     if not parameters:
         raise ConfigError("the model has no parameter with requires_grad=True: there is nothing to train, unfreeze one")
     arguments = {key: _plain_argument(key, value) for key, value in {"lr": lr, **arguments}.items()}
@@ -48,13 +65,40 @@ def build_optimizer(
             near = get_close_matches(key, list(known)[1:], n=1)
             hint = f"did you mean optimizer.{near[0]}?" if near else f"it takes {', '.join(list(known)[1:])}"
             raise ConfigError(f"optimizer.{key} is not an argument of {name}: {hint}")
+    _check_clipping(target, {**{key: p.default for key, p in known.items()}, **arguments})
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        check_sharded(target, arguments)
     if "foreach" in known:
         arguments |= _foreach_for(parameters, arguments)
+    groups = _groups(trained, target, decays="weight_decay" in known, everything=decay == "all")
     try:
-        return target(parameters, **arguments)
+        return target(groups, **arguments)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{name} refuses its arguments ({reason}): correct optimizer.*") from error
+
+
+def _groups(trained: list[Trained], target: type, *, decays: bool, everything: bool) -> list[Any]:
+    if not decays:  # such as LBFGS, which takes one group only
+        return [each.parameter for each in trained]
+    hidden = [each.parameter for each in trained if each.hidden] if issubclass(target, Muon) else []
+    held = {id(parameter) for parameter in hidden}
+    others = [each for each in trained if id(each.parameter) not in held]
+    decayed = [each.parameter for each in others if everything or not each.exempt]
+    exempt = [each.parameter for each in others if not everything and each.exempt]
+    groups: list[dict[str, Any]] = [{"params": hidden}, {"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
+    if issubclass(target, Muon):
+        groups = [{**group, HIDDEN: index == 0} for index, group in enumerate(groups)]
+    return [group for group in groups if group["params"]]
+
+
+def _check_clipping(target: type, values: Mapping[str, Any]) -> None:
+    """Refuse what clips by itself: a second time, with other norms than those that are logged."""
+    limit = values.get("max_grad_norm")
+    if limit is not None and target.__module__.startswith("timm."):
+        raise ConfigError(own_clipping(target.__name__, limit))
 
 
 def build_scheduler(

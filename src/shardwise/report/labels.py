@@ -1,0 +1,148 @@
+"""What varies among runs, found out from their configurations, and how each run is called for it."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardwise.report.runs import Run, Runs
+
+NO_MATTER = ("seed", "output_root", "plugins", "sweep", "launch", "logger", "checkpoint", "hydra", "rerun", "resume")
+NO_MATTER_KEYS = (
+    *("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.enable_autolog_hparams"),
+    *("trainer.enable_checkpointing", "trainer.log_every_n_steps", "trainer.default_root_dir", "trainer.profiler"),
+)
+"""Keys, and everything below them, that change no result."""
+OF_A_LINE = ("batch", "optimizer.lr")
+"""Keys that a plot has on an axis; the others make a line each."""
+GOES_WITH_BATCH = ("trainer", "schedule", "optimizer", "batch")
+"""Where a value that follows from the batch size (steps, warm-up) is no difference of its own."""
+MISSING = "-"
+MAX_PARTS = 10
+"""Keys that a label names."""
+
+
+def label_runs(runs: Runs) -> None:
+    """Fill in what varies among the runs, and every run's ``varying``, ``series`` and ``label``."""
+    everything = list(runs)
+    typed = [_typed(run) for run in everything]
+    columns = dict(sorted(_columns(everything, typed).items(), key=lambda item: _rank(item[0])))
+    runs.varying = list(columns)
+    shared = set.intersection(*(set(run.overrides) for run in everything)) if everything else set()
+    runs.shared = [line for line in (everything[0].overrides if everything else []) if line in shared]
+    names = short_names(columns)
+    lines = _line_columns(everything, columns)
+    seeds = len({str(run.seed) for run in everything}) > 1
+    states: dict[tuple[str, ...], int] = {}
+    for at, run in enumerate(everything):
+        run.varying = {key: values[at] for key, values in columns.items()}
+        run.series = describe({names[key]: run.varying[key] for key in lines}) or "all runs"
+        if len(lines) > MAX_PARTS:  # what is not named still tells them apart
+            state = tuple(repr(run.varying[key]) for key in lines)
+            run.series += f" (setting {states.setdefault(state, len(states) + 1)})"
+        parts = {names[key]: value for key, value in run.varying.items() if key in lines or _below(key, OF_A_LINE)}
+        run.label = describe({**parts, **({"seed": run.seed} if seeds else {})}) or run.name
+
+
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """Dotted key -> a name that a plot has room for, none of them twice."""
+    keys = list(keys)
+    special = {"batch.global_size": "batch", "lr_scaling.rule": "rule", "lr_scaling": "rule"}
+
+    def short(key: str) -> str:
+        parts = key.split(".")
+        return special.get(key) or (parts[-2] if parts[-1] == "_target_" and len(parts) > 1 else parts[-1])
+
+    shorts = [short(key) for key in keys]
+    counts = Counter(shorts)
+    return {key: name if counts[name] == 1 else key for key, name in zip(keys, shorts, strict=True)}
+
+
+def describe(parts: dict[str, Any]) -> str:
+    """``rule=linear, warmup_steps=50``."""
+    said = [f"{name}={show(value)}" for name, value in list(parts.items())[:MAX_PARTS]]
+    return ", ".join(said) + (f" and {len(parts) - MAX_PARTS} more" if len(parts) > MAX_PARTS else "")
+
+
+def show(value: Any) -> str:
+    """A value of a configuration as short as it can be said."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:20]}…{text[-19:]}"
+
+
+def _columns(runs: Sequence[Run], typed: Sequence[dict[str, str]]) -> dict[str, list[Any]]:
+    """Key -> its value in every run, for the keys that tell the runs apart.
+
+    A word such as ``model=gpt`` stands for everything that follows from it.
+    """
+    known: dict[str, None] = {}
+    for run in runs:
+        known.update(dict.fromkeys(run.settings))
+    differing: dict[str, list[Any]] = {}
+    for key in known:
+        values = [run.settings.get(key, MISSING) for run in runs]
+        if not _matters_not(key) and len({repr(value) for value in values}) > 1:
+            differing[key] = [_class_name(value) if key.endswith("_target_") else value for value in values]
+    words: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(key for line in typed for key in line):
+        values = [line.get(key, MISSING) for line in typed]
+        if key not in known and not _matters_not(key) and len(set(values)) > 1:
+            words[key] = values
+    said = {key for line in typed for key in line}
+    explained: dict[str, list[str]] = {word: [] for word in words}
+    states = list(zip(*words.values(), strict=True)) if words else []
+    kept: dict[str, list[Any]] = {}
+    for key, values in differing.items():
+        word = next((word for word in words if key.startswith(f"{word}.") or word == "experiment"), None)
+        if word is not None and key not in said and _follows(values, states):
+            explained[word].append(key)
+        else:
+            kept[key] = values
+    return {**{word: values for word, values in words.items() if explained[word]}, **kept}
+
+
+def _line_columns(runs: Sequence[Run], columns: dict[str, list[Any]]) -> list[str]:
+    """The keys that make a line of a plot: what varies but the batch, the rate, and what goes with the batch."""
+    batches = [run.batch for run in runs]
+    lines = []
+    for key, values in columns.items():
+        if _below(key, OF_A_LINE):
+            continue
+        if _below(key, GOES_WITH_BATCH) and len(set(batches)) > 1 and _follows(values, batches):
+            continue
+        lines.append(key)
+    return lines
+
+
+def _follows(values: Sequence[Any], states: Sequence[Any]) -> bool:
+    """Whether each state has one value."""
+    if len(states) != len(values):
+        return False
+    first: dict[Any, str] = {}
+    return all(first.setdefault(state, repr(value)) == repr(value) for state, value in zip(states, values, strict=True))
+
+
+def _rank(key: str) -> int:
+    """The batch and the rate come first wherever keys are listed."""
+    first = ("batch.global_size", "batch", "optimizer.lr")
+    return first.index(key) if key in first else len(first)
+
+
+def _typed(run: Run) -> dict[str, str]:
+    pairs = (line.lstrip("+~ ").partition("=") for line in run.overrides if "=" in line)
+    return {key.partition("@")[0].strip(): value.strip() for key, _, value in pairs}
+
+
+def _matters_not(key: str) -> bool:
+    return key in NO_MATTER_KEYS or _below(key, NO_MATTER)
+
+
+def _below(key: str, parents: Iterable[str]) -> bool:
+    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
+
+
+def _class_name(value: Any) -> Any:
+    return value.rpartition(".")[2] if isinstance(value, str) and value != MISSING else value

@@ -1,0 +1,42 @@
+"""A folder of runs: found, read, and told apart."""
+
+import os
+from pathlib import Path
+
+from shardwise.checkpoint.manifest import printable
+from shardwise.errors import ConfigError
+from shardwise.report.find import find_runs
+from shardwise.report.labels import label_runs
+from shardwise.report.reading import first_line, read_run
+from shardwise.report.runs import Runs
+
+
+def load_runs(folder: str | os.PathLike[str]) -> Runs:
+    """The runs of an experiment, of a sweep, or anything above; what cannot be read is in ``skipped`` with its reason.
+
+    Raises:
+        ConfigError: there is no such folder, or no run in it.
+    """
+    path = Path(folder).expanduser()
+    found = find_runs(path)
+    runs, skipped = [], list(found.skipped)
+    for run_folder in found.folders:
+        try:
+            runs.append(read_run(run_folder, status=found.statuses.get(run_folder.resolve())))
+        except (OSError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+            skipped.append((str(run_folder), _reason(error)))
+    skipped = [(printable(where), printable(why)) for where, why in skipped]
+    if not runs:
+        first = f": {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
+        more = f" ({len(skipped)} skipped{first})" if skipped else ""
+        raise ConfigError(f"{printable(path)}: no run in it{more}; name a folder that python train.py wrote to")
+    runs.sort(key=lambda run: (run.name, str(run.folder)))
+    loaded = Runs(runs, skipped=skipped, folder=path)
+    label_runs(loaded)
+    return loaded
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
+    return first_line(error)

@@ -1,0 +1,174 @@
+"""The report's files: one page with everything in it, the plots as PNG files, the runs as a table for other tools."""
+
+import base64
+import csv
+import hashlib
+import importlib.resources
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from shardwise.checkpoint.manifest import printable
+from shardwise.errors import ConfigError
+from shardwise.report.analysis import Analysis
+from shardwise.report.figure import DARK, LIGHT, drawing, png
+from shardwise.report.labels import short_names, show
+from shardwise.report.plots import Plot, make_plots
+from shardwise.report.summary import by_setting, sentences, worth_showing
+
+PAGE, TABLE, PLOTS = "report.html", "runs.csv", "plots"
+MAX_KEYS = 30
+"""Keys that vary which the page has columns for; runs.csv has all."""
+MAX_LISTED = 200
+"""Skipped folders that the page lists."""
+SCRIPT = """
+document.querySelectorAll("table.sort th").forEach((head, at) => head.addEventListener("click", () => {
+  const body = head.closest("table").tBodies[0], up = head.getAttribute("aria-sort") !== "ascending";
+  head.parentNode.querySelectorAll("th").forEach(other => other.removeAttribute("aria-sort"));
+  head.setAttribute("aria-sort", up ? "ascending" : "descending");
+  const value = row => { const v = row.cells[at].dataset.v; return v === "" ? NaN : isNaN(v) ? v : Number(v); };
+  [...body.rows].map(row => [value(row), row]).sort(([a], [b]) =>
+    a !== a ? (b !== b ? 0 : 1) : b !== b ? -1 : (a < b ? -1 : a > b ? 1 : 0) * (up ? 1 : -1)
+  ).forEach(([, row]) => body.append(row));
+}));
+"""
+"""Sorts the table by the column that is clicked; the page is complete without it."""
+
+
+def write_report(analysis: Analysis, folder: Path) -> Path:
+    """Write report.html, runs.csv and plots/*.png into ``folder``; returns the page's path.
+
+    Raises:
+        ConfigError: they cannot be written there.
+    """
+    plots, lacking = make_plots(analysis)
+    try:
+        (folder / PLOTS).mkdir(parents=True, exist_ok=True)
+        with (folder / TABLE).open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows(csv_rows(analysis))
+        images = []
+        for plot in plots:
+            light, dark = draw(plot)
+            (folder / PLOTS / f"{plot.name}.png").write_bytes(light)
+            images.append((plot, inline(light), inline(dark)))
+        for old in (folder / PLOTS).glob("*.png"):
+            if old.stem not in {plot.name for plot in plots}:
+                old.unlink()  # of a report that stood here before
+        (folder / PAGE).write_text(render(analysis, images, lacking), encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot write the report to {printable(folder)} ({reason}): choose another with --to"
+        ) from error
+    return folder / PAGE
+
+
+def draw(plot: Plot) -> tuple[bytes, bytes]:
+    """A plot as PNG files, for a light page and for a dark one."""
+    files = []
+    for theme in (LIGHT, DARK):
+        with drawing(theme):
+            files.append(png(plot.draw(theme)))
+    return files[0], files[1]
+
+
+def render(analysis: Analysis, images: Sequence[tuple[Plot, str, str]], lacking: Sequence[str]) -> str:
+    """The page. Every text in it is escaped, and a policy lets nothing run but the one script that is ours."""
+    source = importlib.resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    runs = analysis.runs
+    commands = list(dict.fromkeys(run.typed_command for run in runs if run.typed_command))
+    heads, rows = table(analysis)
+    return environment.from_string(source).render(
+        title=printable(runs.folder.resolve().name if runs.folder is not None else "runs"),
+        sentences=[printable(line) for line in sentences(analysis)],
+        images=[(plot.title, plot.caption, light, dark) for plot, light, dark in images],
+        lacking=lacking,
+        heads=heads,
+        rows=rows,
+        by_setting=[[printable(cell) for cell in row] for row in by_setting(analysis)],
+        shared=[printable(line) for line in runs.shared],
+        commands=[printable(line) for line in commands[:3]],
+        more_commands=len(commands) - 3,
+        skipped=runs.skipped[:MAX_LISTED],
+        more_skipped=len(runs.skipped) - MAX_LISTED,
+        script=Markup(SCRIPT),
+        digest=digest,
+    )
+
+
+def table(analysis: Analysis) -> tuple[list[str], list[dict[str, Any]]]:
+    """The headings, and a row a run: cells as (what is shown, what it sorts by), and its status."""
+    runs, names = analysis.runs, short_names(analysis.runs.varying)
+    metrics = worth_showing(analysis)
+    lr = any(run.lr != run.base_lr for run in runs)
+    keys = runs.varying[:MAX_KEYS]
+    heads = ["run", "status", *(names[key] for key in keys), *(["used lr"] if lr else []), "seed"]
+    heads += [*metrics, "steps", "seconds", *(["steps to target"] if analysis.target else []), "to repeat it"]
+    rows, best = [], analysis.best_run
+    for run in runs:
+        cells: list[Any] = [
+            run.name,
+            run.status,
+            *(run.varying[key] for key in keys),
+            *([run.lr] if lr else []),
+        ]
+        cells += [run.seed, *(run.final(metric) for metric in metrics), run.steps, run.seconds]
+        if analysis.target:
+            way = analysis.to_target(run)
+            cells.append("not reached" if way is None else round(way[0], 1))
+        rows.append(
+            {
+                "cells": [_cell(value) for value in cells],
+                "status": run.status,
+                "best": run is best,
+                "command": printable(run.command),
+            }
+        )
+    return [printable(head) for head in heads], rows
+
+
+def csv_rows(analysis: Analysis) -> list[list[Any]]:
+    """The headings and a row a run, with every key that varies and every metric's last value."""
+    runs, metrics = analysis.runs, analysis.runs.metric_names()
+    heads = ["run", "folder", "status", "series", "batch_global_size", "base_lr", "effective_lr", "seed", *runs.varying]
+    heads += ["steps", "seconds", *metrics, "steps_to_target", "samples_to_target", "seconds_to_target", "command"]
+    rows: list[list[Any]] = [heads]
+    for run in runs:
+        row: list[Any] = [run.name, str(run.folder), run.status, run.series, run.batch, run.base_lr, run.lr, run.seed]
+        row += [*(run.varying[key] for key in runs.varying), run.steps, run.seconds]
+        way = analysis.to_target(run) or ("", "", "")
+        rows.append([*row, *(run.final(metric) for metric in metrics), *way, run.command])
+    return [[_safe(value) for value in row] for row in rows]
+
+
+def _cell(value: Any) -> tuple[str, str]:
+    if value is None:
+        return "", ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN", ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return (f"{value:,}" if isinstance(value, int) else f"{value:.4g}"), repr(value)
+    return printable(show(value)), printable(value)
+
+
+def _safe(value: Any) -> Any:
+    """A value of a CSV file: a text that a spreadsheet would take for a formula is marked as text."""
+    if value is None:
+        return ""
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    text = printable(value) if isinstance(value, str) else value
+    return f"'{text}" if isinstance(text, str) and text[:1] in ("=", "+", "-", "@") and text != "-" else text
+
+
+def inline(image: bytes) -> str:
+    """A PNG file as the address of an image that needs no file."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"

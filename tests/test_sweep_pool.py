@@ -1,0 +1,272 @@
+"""The pool of a sweep: jobs side by side in fresh processes, failures told and tried again, a table that lives."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise.cli
+from checkout import ROOT
+from shardwise.config import Config, from_plain
+from shardwise.errors import ConfigError
+from shardwise.hydra_setup import compose
+from shardwise.resolve import World
+from shardwise.sweep.planning import check_name, check_swept, modules_of
+from shardwise.sweep.slots import Shares, automatic_slots, count_slots
+from shardwise.sweep.table import duration
+from sweeps import EVERY_STEP, TINY, Field, losses, wait_until
+from warm import Warm
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    with Warm(mark=uuid.uuid4().hex) as warm:
+        yield warm
+
+
+@pytest.fixture
+def field(warm: Warm, tmp_path: Path) -> Field:
+    return Field(warm, tmp_path)
+
+
+def intervals(field: Field) -> dict[int, tuple[float, float]]:
+    """Seed -> when its first rank began and ended to train."""
+    first = [line for line in field.seen if line["rank"] == 0]
+    when = {(line["seed"], line["what"]): line["time"] for line in first}
+    return {seed: (when[seed, "start"], when[seed, "end"]) for seed, what in when if what == "start"}
+
+
+def test_two_slots_run_side_by_side_with_half_the_cores_each(field):
+    words = ["seed=1,2,3", "sweep.slots=2", "+callbacks.watch.hold=[1,2]"]
+    parent = field.start(*words, target="watching:train_on_eight_cores")
+    wait_until(lambda: len(list(field.folder.glob("held_*"))) == 2 or parent.poll() is not None)
+    (field.folder / "go").touch()
+    assert parent.wait(60) == 0, field.out + field.errors
+    times = intervals(field)
+    assert max(times[1][0], times[2][0]) < min(times[1][1], times[2][1])
+    assert times[3][0] > min(times[1][1], times[2][1])
+    pids = {line["seed"]: line["pid"] for line in field.seen}
+    assert len({*pids.values(), parent.pid}) == 4
+    assert {line["parent"] for line in field.seen} != {parent.pid}, "they come from the template"
+    assert {line["threads"] for line in field.seen} == {4}
+
+
+def test_jobs_of_two_ranks_in_two_slots_come_from_one_template(field):
+    """The agent of a job's ranks is a job process itself; a forkserver of its own would import everything again."""
+    parent = field.start("seed=1,2", "trainer.devices=2", "sweep.slots=2", "+callbacks.watch.hold=[1,2]")
+    wait_until(lambda: len(list(field.folder.glob("held_*"))) == 4 or parent.poll() is not None)
+    (field.folder / "go").touch()
+    assert parent.wait(90) == 0, field.out + field.errors
+    begun = [line for line in field.seen if line["what"] == "start"]
+    assert sorted((line["seed"], line["rank"]) for line in begun) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert {line["size"] for line in begun} == {2}
+    assert len({line["pid"] for line in begun}) == 4
+    assert len({line["parent"] for line in begun}) == 1
+    times = intervals(field)
+    assert max(times[1][0], times[2][0]) < min(times[1][1], times[2][1])
+    for row in field.rows():
+        for rank in (0, 1):
+            assert (Path(row["run_folder"]) / "ranks" / f"rank_{rank}.log").exists()
+
+
+def test_failures_are_told_at_once_and_again_at_the_end(field):
+    words = ["seed=1,2,3,4", "sweep.on_failure=continue", "+callbacks.watch.fail={1:9,3:9}"]
+    out, errors = field.run(*words, status=1)
+    rows = field.rows()
+    assert [row["status"] for row in rows] == ["failed", "completed", "failed", "completed"]
+    for number in (1, 3):
+        log = f"{rows[number - 1]['run_folder']}/ranks/rank_0.log"
+        said = f"RuntimeError: planted for seed {number}"
+        assert f"job {number}/4 failed: Traceback" in errors
+        assert f"{said}; its log: {log}" in errors
+        assert f"job {number} failed: " in out
+        assert said in out[out.index("4 jobs, ") :]
+        assert said in Path(log).read_text()
+    assert errors.splitlines()[-1].startswith("error: 2 of 4 jobs did not complete; see ")
+    # A job's own output goes to its log only.
+    assert "run folder:" not in out
+    assert "run folder:" in (Path(rows[1]["run_folder"]) / "ranks" / "rank_0.log").read_text()
+    assert "job 2/4 completed in " in out
+    assert "(2 of 4 done, 1 failed, about " in out
+
+
+def test_a_failed_job_is_tried_again_from_its_checkpoint(field):
+    words = ["seed=1,2,3", "sweep.on_failure=retry", *EVERY_STEP, "+callbacks.watch.fail={1:1,2:9}"]
+    out, errors = field.run(*words, status=1)
+    rows = field.rows()
+    assert [row["status"] for row in rows] == ["completed", "failed", "completed"]
+    assert [row["attempts"] for row in rows] == [2, 2, 1]
+    begun = [(line["seed"], line["step"]) for line in field.seen if line["what"] == "start"]
+    assert begun == [(1, 0), (1, 2), (2, 0), (2, 2), (3, 0)]
+    assert [step for step, _ in losses(rows[0])] == [1, 2, 3, 4, 5]
+    assert "job 1/3 is tried again from its newest checkpoint: seed=1" in out
+    assert errors.count("retry 1 of 1") == 2
+    assert "1 of 3 jobs did not complete" in errors.splitlines()[-1]
+
+
+def test_without_a_checkpoint_it_is_tried_again_from_the_start(field):
+    words = ["seed=1,2", "sweep.on_failure=retry", "sweep.retries=2", "+callbacks.watch.fail={1:2}"]
+    field.run(*words)
+    (row, _) = field.rows()
+    assert (row["status"], row["attempts"]) == ("completed", 3)
+    folders = [path.parent for path in (field.folder / "outputs").rglob("config.yaml")]
+    assert len(folders) == 4, "no attempt has overwritten another"
+
+
+def test_a_source_prunes_a_job_by_what_it_reports(field):
+    words = [*TINY, *field.watch()]
+    words += ["+callbacks.watch.hold=[1]", "trainer.max_steps=8", "sweep.slots=2"]
+    arguments = [[], str(field.folder), words]
+    files = {"out": field.folder / "out", "err": field.folder / "err"}
+    process = field.warm.start("watching:run_pruning", arguments, cwd=field.folder, **files)
+    seen = field.folder / "seen"
+    wait_until(lambda: (seen.exists() and '["ended", 2' in seen.read_text()) or process.poll() is not None)
+    (field.folder / "go").touch()
+    assert process.wait(60) == 0, field.out + field.errors
+    told = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert ["ended", 1, "pruned"] in told
+    assert ["ended", 2, "completed"] in told
+    steps = [step for what, number, lines in told if what == "progress" and number == 2 for step, _ in lines]
+    assert steps == sorted(steps), "every line once"
+    assert set(steps) == set(range(1, 9))
+    (row, _) = json.loads((field.folder / "sweep/jobs.json").read_text())
+    assert (row["status"], row["steps"]) == ("pruned", 3)
+    assert "the end: pruned completed" in field.out
+
+
+def test_a_terminal_sees_a_table_that_lives(tmp_path):
+    root, slave = pty.openpty()
+    words = ["-m", *TINY, "seed=1,2", "trainer.max_steps=300", f"output_root={tmp_path / 'outputs'}"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "LINES": "40"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words], stdout=slave, stderr=slave, env=environment, cwd=tmp_path
+    )
+    os.close(slave)
+    chunks: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while chunk := os.read(root, 65536):
+                chunks.append(chunk)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert process.wait(120) == 0
+    reader.join()
+    os.close(root)
+    text = b"".join(chunks).decode()
+    assert "\x1b[" in text
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert re.search(r"1 +seed=1 +running", plain)
+    assert re.search(r"1 of 2 done, about .* left", plain)
+    assert re.search(r"2 +seed=2 +running +[\d,]+/300 +train/loss [\d.]+", plain)
+    # In the end there is the table of the results, and what was said on the way.
+    assert plain.count("2 jobs, ") == 1
+    assert "job 2/2 completed in " in plain
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["launch=auto,local"], "launch cannot be swept"),
+        (["launch.max_restarts=0,1"], "launch.max_restarts cannot be swept"),
+        (["sweep.slots=1,2"], "sweep.slots cannot be swept"),
+        (["output_root=a,b"], "output_root cannot be swept"),
+        (["hydra.sweeper.params={output_root: 'a,b'}"], "output_root cannot be swept"),
+        (["seed=1,2", "sweep.name=a/b"], "sweep.name=a/b: the name of a folder is needed"),
+        (["seed=1,2", "sweep.slots=0"], "sweep.slots=0: at least 1 is needed, or auto"),
+        (["seed=1,2", "sweep.on_failure=ignore"], "sweep.on_failure=ignore: no such choice"),
+    ],
+)
+def test_what_means_the_sweep_is_checked_before_anything_starts(field, words, message):
+    out, errors = field.run(*words, status=2, watch=False)
+    assert errors.startswith(f"error: {message}")
+    assert len(errors.splitlines()) == 1
+    assert out == ""
+    assert not list(field.folder.rglob("jobs.json"))
+
+
+def test_what_can_be_swept() -> None:
+    check_swept(["optimizer.lr", "+callbacks.x", "model", "trainer.devices"])
+    for key in ("plugins", "hydra/launcher", "+launch.kind", "sweep"):
+        with pytest.raises(ConfigError, match="cannot be swept"):
+            check_swept([key])
+    check_name(None)
+    with pytest.raises(ConfigError, match="name of a folder"):
+        check_name("..")
+
+
+def test_jobs_that_share_their_choices_are_composed_as_each_would_be_alone(monkeypatch) -> None:
+    """Hydra composes the files of equal choices once for all of them; nothing may go from one job to the next."""
+    jobs = []
+    monkeypatch.setattr(shardwise.cli, "run_sweep", lambda composed, folder: jobs.extend(composed) or [])
+    fixed = [
+        "+callbacks.x._target_=a.B",
+        "~optimizer.weight_decay",
+        "experiment=text_gpt",
+        "+extra={a: {b: ${seed}}}",
+    ]
+    swept = ["seed=1,2", "lr_scaling=none,linear", "+extra.c=3,x", "model.width=8,16"]
+    assert shardwise.cli.train([*fixed, "-m", *swept, "lr_scaling.base_batch_size=8"]) == 0
+    assert len(jobs) == 16
+    assert len({tuple(overrides) for _, overrides, _ in jobs}) == 16
+    for config, overrides, choices in jobs:
+        assert config == compose(overrides)
+        assert config.extra["a"] == {"b": config.seed}
+        assert choices["lr_scaling"] == config.lr_scaling.rule
+
+
+def test_slots_and_shares(monkeypatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-x,7")
+    one, two, gpu = (World(1, devices, kind, "local", "") for devices, kind in ((1, "cpu"), (2, "cpu"), (2, "gpu")))
+    assert [automatic_slots(world) for world in (one, two, gpu)] == [8, 4, 2]
+    assert automatic_slots(World(1, 16, "cpu", "local", "")) == 1
+    auto = from_plain({"sweep": {"slots": "auto"}})
+    assert count_slots(Config(), one, total=None) == 1
+    assert [count_slots(auto, one, total=total) for total in (None, 3, 100)] == [8, 3, 8]
+
+    assert Shares(1).take(gpu) == {}, "a job that has the machine to itself is left alone"
+    assert Shares(2).take(two) == {"OMP_NUM_THREADS": "2"}
+    assert Shares(64).take(one) == {"OMP_NUM_THREADS": "1"}
+    shares = Shares(3)
+    first, second, third = (shares.take(gpu)["CUDA_VISIBLE_DEVICES"] for _ in range(3))
+    assert (first, second) == ("4,5", "GPU-x,7")
+    assert third == "4,5", "more slots than GPUs share them"
+    shares.give_back({"CUDA_VISIBLE_DEVICES": "GPU-x,7"})
+    assert shares.take(gpu)["CUDA_VISIBLE_DEVICES"] == "GPU-x,7"
+    with pytest.raises(ConfigError, match="a job of 8 GPUs does not fit on 4"):
+        shares.take(World(1, 8, "gpu", "local", ""))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert Shares(2).take(one) == {}
+
+
+def test_the_template_imports_what_the_jobs_name() -> None:
+    config = from_plain(
+        {
+            "data": {"_target_": "shardwise.data.digits.Digits"},
+            "optimizer": {"_target_": "torch.optim.AdamW"},
+            "logger": {"_target_": "shardwise.tracking.WandbTracker"},
+            "callbacks": {"mine": {"_target_": "somebody.elses.Callback"}},
+        }
+    )
+    modules = modules_of([config])
+    assert {"shardwise.data.digits", "torch.optim", "wandb"} <= set(modules)
+    assert not any(module.startswith("somebody") for module in modules)
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (4.12, 42.4, 99.5, 3599, 3660)] == [
+        *("4.1 s", "42 s", "1 min 39 s", "59 min 59 s", "1 h 1 min"),
+    ]
