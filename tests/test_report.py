@@ -227,10 +227,14 @@ def test_however_much_varies_the_page_stays_small_and_settings_apart(tmp_path: P
     for at in range(3):
         write_run(tmp_path / str(at), **{f"key{number}": number + at for number in range(400)})
     runs = load_runs(tmp_path)
+    for at, decay in enumerate((0.100001, 0.100002, 0.100001)):
+        write_run(tmp_path / "close" / str(at), decay=decay, seed=at)
+    close = [run.series for run in load_runs(tmp_path / "close")]
+    assert close == ["decay=0.1", "decay=0.1 (setting 2)", "decay=0.1"]
     assert len(runs.varying) == 400
     assert len({run.series for run in runs}) == 3
     assert all(len(run.label) < 300 for run in runs)
-    assert report(tmp_path).count("<th") < 60
+    assert report(tmp_path, "--to", str(tmp_path / "page")).count("<th") < 60
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------

@@ -417,6 +417,27 @@ def test_a_grid_names_its_best_job():
         values_of({"loss": 1.0}, one)
 
 
+def test_the_metric_of_a_grid():
+    from shardwise.sweep.grid import Grid
+
+    def planned(number: int, metric: str) -> Planned:
+        config = {"plugins": [], "sweep": {"metric": metric, "mode": "max"}}
+        job = Job(config, {}, f"run-{number}", f"/runs/{number}", [f"a={number}"], ["python", "train.py"])
+        return Planned(job, key=str(number), number=number, label="")
+
+    for metric in ("acc", "ac"):
+        grid = Grid([planned(1, metric), planned(2, metric)])
+        one, two = grid.next(), grid.next()
+        outcomes = [Outcome(p, p.job, "completed", "", {"metrics": {"acc": p.number / 10}}) for p in (one, two)]
+        if metric == "acc":
+            grid.ended(one, outcomes[0])
+            assert grid.closing(outcomes)[0] == "best job by acc (max): job 2: acc 0.2, with a=2"
+        else:
+            with pytest.raises(ConfigError, match=r"sweep.metric=ac: no job has such a metric; did you mean 'acc'"):
+                grid.ended(one, outcomes[0])
+            assert grid.closing(outcomes) == ["best job: none has a value of ac (max)"]
+
+
 # ---- as it is typed ------------------------------------------------------------------------------------------------
 
 TINY = ["model=mlp", "model.width=8", "trainer.max_steps=3", "schedule.warmup_steps=0", "logger=none"]

@@ -33,12 +33,14 @@ def label_runs(runs: Runs) -> None:
     lines = _line_columns(everything, columns)
     seeds = len({str(run.seed) for run in everything}) > 1
     states: dict[tuple[str, ...], int] = {}
+    called: dict[str, tuple[str, ...]] = {}
     for at, run in enumerate(everything):
         run.varying = {key: values[at] for key, values in columns.items()}
         run.series = describe({names[key]: run.varying[key] for key in lines}) or "all runs"
-        if len(lines) > MAX_PARTS:  # what is not named still tells them apart
-            state = tuple(repr(run.varying[key]) for key in lines)
-            run.series += f" (setting {states.setdefault(state, len(states) + 1)})"
+        state = tuple(repr(run.varying[key]) for key in lines)
+        number = states.setdefault(state, len(states) + 1)
+        if called.setdefault(run.series, state) != state:  # too close, or too many, to be told apart in few words
+            run.series += f" (setting {number})"
         parts = {names[key]: value for key, value in run.varying.items() if key in lines or _below(key, OF_A_LINE)}
         run.label = describe({**parts, **({"seed": run.seed} if seeds else {})}) or run.name
 
