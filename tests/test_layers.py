@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 LAYERS = (
-    {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup", "search_space"},
+    {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup", "search_space"} | {"metrics_file"},
     {"parallel", "lr_scaling", "schedules", "resolve"},
     {"models", "data", "optim", "slots"},
     {"checkpoint", "weights", "strategies", "module", "tracking", "provenance", "progress"}

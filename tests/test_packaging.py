@@ -92,7 +92,7 @@ def expected_names(checkout: Path) -> set[str]:
     """Every module and YAML file of the checkout, under its name in the wheel."""
     found = set()
     for folder, prefix in [("src", ""), ("conf", "shardwise/conf/"), ("experiments", "shardwise/experiments/")]:
-        for pattern in ("*.py", "*.yaml", "py.typed"):
+        for pattern in ("*.py", "*.yaml", "*.jinja", "py.typed"):
             paths = (path.relative_to(checkout / folder).as_posix() for path in (checkout / folder).rglob(pattern))
             found |= {prefix + path for path in paths}
     return found

@@ -185,7 +185,7 @@ def test_how_far_a_rule_holds_is_said_for_each(tmp_path: Path) -> None:
     assert found.holds_to("rule=none") == 128, "what falls and comes back has not held"
     assert found.holds_to("rule=linear") == 256
     said = next(line for line in sentences(found) if "holds" in line)
-    assert "up to batch 256 with [rule=linear]; up to batch 128 with [rule=none]" in said
+    assert "up to batch 256 for rule=linear; up to batch 128 for rule=none." in said
     head, first, _ = by_setting(found)
     assert dict(zip(head, first, strict=True))["then"] in ("0.9 at 256", "0.8 at 512")
 
@@ -303,6 +303,7 @@ def test_what_is_broken_or_foreign_is_named_and_counted(tmp_path: Path, capsys: 
 def test_damaged_lines_of_metrics_cost_no_more_than_themselves(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", curve={1: 2.0, 2: 1.0})
     odd = ['{"step": "x"}', "[]", "{", '{"step": 3, "val/loss": "low"}', '{"step": 3, "val/loss": true}']
+    odd += ['{"step": Infinity}', '{"step": 3, "time": 1' + "0" * 400 + "}", "[" * 100_000, '{"step":' * 100_000]
     odd += [
         '{"step": 4, "time": 1001, "val/loss": null, "nonfinite": ["val/loss"]}',
         '{"step": 5, "val/loss": 1' + "0" * 400 + "}",
@@ -312,6 +313,21 @@ def test_damaged_lines_of_metrics_cost_no_more_than_themselves(tmp_path: Path) -
     curve = load_runs(tmp_path)[0].metrics["val/loss"]
     assert curve.steps.tolist() == [1, 2, 4, 5, 6]
     assert np.isnan(curve.values).tolist() == [False, False, True, True, False]
+
+
+def test_runs_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = ["run-1", "run-2", "run-10", "run-11b", "run-100"]
+    for seed, name in enumerate(reversed(names)):
+        write_run(tmp_path / name, seed=seed)
+    assert [run.name for run in load_runs(tmp_path)] == names
+    text = report(tmp_path)
+    assert re.findall(r'<tr[^>]*><td data-v="([^"]*)"', text) == names
+
+
+def test_a_report_needs_neither_torch_nor_lightning() -> None:
+    code = "import sys, shardwise.report.page; print({'torch', 'pytorch_lightning'} & {*sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "set()\n", "they take seconds to import, and most of the memory"
 
 
 def test_runs_that_have_not_ended_well_are_marked_and_not_compared(tmp_path: Path) -> None:
@@ -390,8 +406,11 @@ def test_the_page_is_complete_in_itself_and_says_what_each_plot_shows(tmp_path: 
     assert pngs == [f"{name}.png" for name in expected]
     said = str(page)
     assert "The gradient noise puts the critical batch size at about 100 samples" in said
-    assert "1.2 times the steps of the dotted line" in said
-    assert "straight line between the logged points" in said
+    caption, rules = re.findall(r"<figcaption>([^<]*)<details><summary>How it is measured</summary>([^<]*)<", text)[0]
+    assert caption.count(". ") < 4, "a few sentences in plain sight"
+    assert "twice the batch, half the steps" in caption
+    assert "1.2 times the steps of the dotted line" in rules
+    assert "straight line between the logged points" in rules
 
 
 def test_axes_have_names_with_units(tmp_path: Path) -> None:
@@ -414,6 +433,57 @@ def test_axes_have_names_with_units(tmp_path: Path) -> None:
     assert labels["steps_to_target"] == (batch, "optimizer steps to the target")
     assert labels["time_to_target"] == (batch, "seconds to the target")
     assert labels["metric_against_lr"] == ("learning rate at its peak", "test/accuracy")
+
+
+@pytest.mark.parametrize("best", [0.99, 1.0])
+def test_one_collapsed_setting_leaves_the_others_apart(best: float, tmp_path: Path) -> None:
+    finals = {16: best, 32: 0.98, 64: 0.95, 128: 0.9, 256: 0.05}
+    for batch, final in finals.items():
+        for lr in (0.01, 0.1):
+            name = f"{batch}-{lr}"
+            folder = write_run(tmp_path / name, batch=batch, lr=lr, final=final)
+            lines = [{"step": step, "time": step, "val/accuracy": final * step / 4} for step in (1, 2, 3, 4)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    from shardwise.report.figure import LIGHT, drawing
+
+    plots = {plot.name: plot for plot in make_plots(analyse(load_runs(tmp_path)))[0]}
+    assert {"metric_against_batch", "metric_against_lr", "metric_over_steps"} <= set(plots)
+    for name in ("metric_against_batch", "metric_against_lr", "metric_over_steps"):
+        assert "logarithmic in the error, 1 - " in plots[name].caption
+        assert ("A value of 1, no error, lies at the top" in plots[name].caption) == (best == 1.0)
+        with drawing(LIGHT):
+            figure = plots[name].draw(LIGHT)
+            axes = figure.axes[0]
+            figure.draw_without_rendering()
+        heights = [axes.transAxes.inverted().transform(axes.transData.transform((1, y)))[1] for y in finals.values()]
+        assert 0 < heights[-1] < heights[0] < 1, "nothing is cut off"
+        gaps = -np.diff(heights)
+        assert gaps.min() > 0.1, (name, heights)
+        back = [axes.transData.inverted().transform(axes.transData.transform((1, y)))[1] for y in finals.values()]
+        assert back == pytest.approx(list(finals.values()))
+        ticks = [tick.get_text() for tick in axes.get_yticklabels()]
+        assert {"0.5", "0.9", "0.98"} <= set(ticks)
+        assert ("1" in ticks) == (best == 1.0)
+        assert axes.get_ylabel().endswith("accuracy (log scale of the error)")
+
+
+def test_accuracies_close_together_stand_on_an_even_axis(tmp_path: Path) -> None:
+    for batch, final in {16: 0.97, 32: 0.95, 64: 0.93}.items():
+        write_run(tmp_path / str(batch), batch=batch, final=final)
+    (plot,) = (plot for plot in make_plots(analyse(load_runs(tmp_path)))[0] if plot.name == "metric_against_batch")
+    assert "logarithmic" not in plot.caption
+
+
+def test_settings_in_a_list_keep_their_parts_together(tmp_path: Path) -> None:
+    for rule, finals in {"none": (0.9, 0.5), "linear": (0.9, 0.895)}.items():
+        for width, batch, final in ((w, b, f) for w in (8, 16) for b, f in zip((64, 128), finals, strict=True)):
+            write_run(
+                tmp_path / f"{rule}-{width}-{batch}", rule=rule, batch=batch, final=final, note=width, depth=width
+            )
+    said = next(line for line in sentences(analyse(load_runs(tmp_path))) if "holds" in line)
+    first, second = ("rule=linear with note=8 and depth=8", "rule=linear with note=16 and depth=16")
+    assert first in said.replace("depth=8 and note=8", "note=8 and depth=8"), said
+    assert second in said.replace("depth=16 and note=16", "note=16 and depth=16"), said
 
 
 def test_nothing_of_a_strangers_run_runs_or_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

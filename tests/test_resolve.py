@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from fractions import Fraction
 
 import pytest
 
@@ -564,6 +565,11 @@ def test_legw_keeps_the_steps_of_the_warm_up(global_size: int, schedule: dict, s
         ({"warmup_samples": 640}, Done(40, 40 * 32), 20),
         ({"warmup_epochs": 1.0}, Done(8, 8 * 32), 8 + 6),
         ({"warmup_steps": 10}, Done(8, 8 * 32), 10),
+        # 8 steps of 32, 6 of 64, and 30 more: what the run was told when it changed its batch still holds.
+        ({"warmup_samples": 640}, Done(44, 8 * 32 + 36 * 64, (Fraction(640), 8 + 6)), 8 + 6),
+        ({"warmup_epochs": 1.0}, Done(44, 8 * 32 + 36 * 64, (Fraction(640), 8 + 6)), 8 + 6),
+        ({"warmup_samples": 640}, Done(9, 9 * 32, (Fraction(640), 20)), 9 + 6),  # and does not while it lasts
+        ({"warmup_samples": 320}, Done(40, 40 * 32, (Fraction(640), 20)), 10),  # nor for another warm-up
     ],
 )
 def test_a_warm_up_in_samples_keeps_its_place_in_a_training_that_goes_on(

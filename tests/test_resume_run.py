@@ -8,6 +8,7 @@ from signal import SIGTERM
 import pytest
 
 from shardwise.checkpoint.manifest import step_name
+from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.store import Store
 from shardwise.signals import PREEMPTED
 from test_failures import start, wait_until
@@ -64,7 +65,8 @@ def lines_of(folder: Path) -> list[dict]:
 @pytest.mark.slow
 def test_another_batch_trains_on_what_is_left_of_the_epochs(train_py):
     """1,438 samples twice: 22 steps of 32 of them, and the rest in steps of 64."""
-    first = train_py(*SMALL, "batch.global_size=32", "trainer.max_epochs=2", *STOP, "callbacks.stop.step=22", ok=None)
+    words = ["batch.global_size=32", "trainer.max_epochs=2", "schedule.warmup_samples=320"]
+    first = train_py(*SMALL, *words, *STOP, "callbacks.stop.step=22", ok=None)
     assert first.returncode == PREEMPTED, first
     folder = first.run_folder
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "provenance.json").read_bytes()
@@ -83,6 +85,7 @@ def test_another_batch_trains_on_what_is_left_of_the_epochs(train_py):
     seen = [32 * step for step in range(1, 23)] + [22 * 32 + 64 * step for step in range(1, total - 21)]
     assert [line["samples"] for line in lines] == seen
     assert lines[-1]["lr"] < 0.1 * lines[0]["lr"], "the schedule comes to its end"
+    assert read_state(f"{folder}/checkpoints/{step_name(total)}")["warmup"] == ["320", 10], "what goes on from here"
     slow = [line["step"] for line in lines if "samples_per_second" not in line]
     assert slow == [1, 23], "the first step of each process is no measure of its speed"
 

@@ -270,3 +270,15 @@ def test_durations() -> None:
     assert [duration(seconds) for seconds in (4.12, 42.4, 99.5, 3599, 3660)] == [
         *("4.1 s", "42 s", "1 min 39 s", "59 min 59 s", "1 h 1 min"),
     ]
+
+
+def test_the_jobs_of_a_sweep_find_their_micro_batch(train_py):
+    """batch.micro_size=auto in a sweep: each job finds its own, in processes of its own, beside the others."""
+    run = train_py(
+        *("-m", "batch.global_size=8,12", "batch.micro_size=auto", "sweep.slots=2", "logger=none"),
+        *("model=mlp", "model.width=8", "trainer.max_steps=2"),
+    )
+    configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in run.run_folders]
+    assert [config["batch"]["micro_size"] for config in configs] == [8, 12]
+    assert all("micro-batch" in (folder / "ranks" / "rank_0.log").read_text() for folder in run.run_folders)
+    assert not any((folder / "probe").exists() for folder in run.run_folders)

@@ -236,7 +236,9 @@ def check_places(config: Config, *, weights: bool = True) -> None:
 
 
 def experiment_of(config: Config, choices: dict[str, Any]) -> str:
-    name = config.experiment_name or choices.get("experiment") or choices.get("data") or "default"
+    """The folder that holds the runs of one experiment, below the root of all output."""
+    chosen = next(filter(None, (choices.get(group) for group in ("experiment", "sweep", "data"))), "default")
+    name = config.experiment_name or chosen
     if str(name).strip() in ("", ".", ".."):
         raise ConfigError(f"experiment_name={name}: the name of a folder is needed, such as experiment_name=first_try")
     return str(name).replace("/", "_")

@@ -304,7 +304,8 @@ class Config:
     """The whole configuration. ``extra`` is the one place for keys that nobody checks."""
 
     experiment_name: str | None = None
-    """Folder that holds the runs of one experiment; the choice of the experiment group, or of data, if not given."""
+    """Folder that holds the runs of one experiment; the choice of the experiment group, of sweep or
+    of data if not given."""
     seed: int = 0
     """Initial weights, order of samples, augmentation and noise."""
     output_root: str = "outputs"

@@ -501,6 +501,8 @@ class Steps:
     """Optimizer steps of the schedule's warm-up, whatever its length was typed in."""
     unscaled_warmup: int = 0
     """What these would be without the learning-rate rule."""
+    warmup_samples: Fraction | None = None
+    """Of a warm-up that was typed in samples or epochs."""
 
 
 @dataclass(frozen=True)
@@ -511,6 +513,8 @@ class Done:
     """Optimizer steps."""
     samples_seen: int
     """Samples of these steps, whose batches may have been of another size than those to come."""
+    warmup: tuple[Fraction, int] | None = None
+    """Samples of the warm-up, and the steps (``Steps.unscaled_warmup``) that they were to be; None if not known."""
 
 
 def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | None = None) -> Steps:
@@ -535,7 +539,8 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
     per_epoch = _limited(whole, trainer.limit_train_batches)
     limited = per_epoch is not None and per_epoch != whole
     epoch_samples = per_epoch * size if limited and per_epoch is not None else num_samples
-    warmup, unscaled_warmup = _warmup(resolved, epoch_samples, done=done)
+    warmup_samples = _warmup_samples(resolved.config, epoch_samples)
+    warmup, unscaled_warmup = _warmup(resolved, warmup_samples, done=done)
     totals = [trainer.max_steps] if trainer.max_steps > 0 else []
     epochs = trainer.max_epochs
     if epochs is None and not totals:
@@ -585,31 +590,44 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
         decay_fraction=schedule.decay_fraction,
     )
     total = min(scheduled, int(trainer.fast_dev_run)) if trainer.fast_dev_run else scheduled
-    return Steps(num_samples, per_epoch, total, scheduled, interval, warmup, unscaled_warmup)
+    return Steps(num_samples, per_epoch, total, scheduled, interval, warmup, unscaled_warmup, warmup_samples)
 
 
-def _warmup(resolved: Resolved, epoch_samples: int | None, *, done: Done | None) -> tuple[int, int]:
-    """Optimizer steps of warm-up, and what they would be without the rule.
+def _warmup_samples(config: Config, epoch_samples: int | None) -> Fraction | None:
+    """Samples of a warm-up that is typed in samples or epochs; None for one in steps, and for none.
 
     Args:
-        resolved: the resolved configuration.
+        config: the configuration.
         epoch_samples: samples of an epoch, or None where nobody knows.
-        done: what lies behind a training that goes on from a checkpoint.
     """
-    schedule, name = resolved.config.schedule, _warmup_typed(resolved.config)
+    schedule, name = config.schedule, _warmup_typed(config)
     if name is None or name == "warmup_steps":
-        return schedule.warmup_steps, schedule.warmup_steps
+        return None
     if name == "warmup_samples":
-        samples = Fraction(schedule.warmup_samples or 0)
-    elif epoch_samples is not None:
-        samples = Fraction(str(schedule.warmup_epochs)) * epoch_samples
-    else:
+        return Fraction(schedule.warmup_samples or 0)
+    if epoch_samples is None:
         raise ConfigError(
             f"schedule.warmup_epochs={schedule.warmup_epochs} of an epoch of unknown length: type "
             f"schedule.warmup_samples=... or schedule.warmup_steps=..."
         )
-    behind = {} if done is None else {"done_steps": done.step, "done_samples": done.samples_seen}
-    unscaled = schedules.warmup_in_steps(samples, batch_size=resolved.batch.global_size, **behind)
+    return Fraction(str(schedule.warmup_epochs)) * epoch_samples
+
+
+def _warmup(resolved: Resolved, samples: Fraction | None, *, done: Done | None) -> tuple[int, int]:
+    """Optimizer steps of warm-up, and what they would be without the rule.
+
+    Args:
+        resolved: the resolved configuration.
+        samples: of the warm-up, where it is not typed in steps.
+        done: what lies behind a training that goes on from a checkpoint.
+    """
+    if samples is None:
+        return resolved.config.schedule.warmup_steps, resolved.config.schedule.warmup_steps
+    if done is not None and done.warmup is not None and done.warmup[0] == samples <= done.samples_seen:
+        unscaled = done.warmup[1]  # the steps behind may have been of several sizes: only who made them knows
+    else:
+        behind = {} if done is None else {"done_steps": done.step, "done_samples": done.samples_seen}
+        unscaled = schedules.warmup_in_steps(samples, batch_size=resolved.batch.global_size, **behind)
     if (base := resolved.scaled.warmup_batch_size) is None:
         return unscaled, unscaled
     # As many steps at every batch, so that there is no place to be kept.

@@ -1,6 +1,7 @@
 """Where a run goes on: what lies behind it, whether it can, and whether it is to end."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import pytorch_lightning as pl
@@ -44,7 +45,9 @@ def done_so_far(state: Mapping[str, Any], data: ShardedDataModule) -> Done | Non
     held = state["trainer"].get("lightning", {}).get(type(data).__qualname__) or {}
     data.check_same_data(held)
     seen = state.get("samples_seen")
-    return Done(state["step"], seen) if isinstance(seen, int) else None
+    warmup = state.get("warmup")
+    known = None if warmup is None else (Fraction(warmup[0]), int(warmup[1]))
+    return Done(state["step"], seen, known) if isinstance(seen, int) else None
 
 
 def last_step_is_saved(job: Job, trainer: pl.Trainer, done: Done | None) -> bool:

@@ -113,7 +113,7 @@ def warmup_in_steps(samples: Fraction | int, *, batch_size: int, done_steps: int
     """Optimizer steps of a warm-up that is given in samples.
 
     A training that goes on with batches of another size keeps its place: what is left of the warm-up is made of batches
-    of now, and a warm-up that lies behind is as many steps as it was.
+    of now, and a warm-up that lies behind is as many steps as it was, if all that is done was of one size.
 
     Args:
         samples: of the whole warm-up.

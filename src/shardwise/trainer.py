@@ -71,7 +71,7 @@ def build_trainer(
         callbacks.append(build(target, arguments(node), where=f"callbacks.{name}"))
     loggers = [] if config.trainer.barebones else build_loggers(job, resolved)
     if not config.trainer.fast_dev_run:  # nothing that is worth to be kept
-        callbacks.append(_saving(job, resolved, loggers, stop))
+        callbacks.append(_saving(job, resolved, steps, loggers, stop))
     if config.init_from is not None and job.checkpoint is None:
         callbacks.append(InitFrom(config.init_from))
     if options["enable_checkpointing"]:
@@ -121,7 +121,7 @@ def build_trainer(
     return trainer
 
 
-def _saving(job: Job, resolved: Resolved, loggers: Sequence[Any], stop: Any) -> SaveCheckpoints:
+def _saving(job: Job, resolved: Resolved, steps: Steps, loggers: Sequence[Any], stop: Any) -> SaveCheckpoints:
     """The callback that saves this job."""
     config, settings = resolved.config, dict(vars(resolved.config.checkpoint))
     folder, limit = settings.pop("folder"), config.launch.time_limit
@@ -133,6 +133,7 @@ def _saving(job: Job, resolved: Resolved, loggers: Sequence[Any], stop: Any) -> 
         "config": without_secrets(to_plain(config)),
         "overrides": without_secrets(list(job.overrides)),
         "strategy": config.strategy.name,
+        "warmup": None if steps.warmup_samples is None else [str(steps.warmup_samples), steps.unscaled_warmup],
     }
     return SaveCheckpoints(
         f"{job.run_folder}/checkpoints" if folder is None else f"{folder.rstrip('/')}/{job.run_id}",

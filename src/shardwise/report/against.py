@@ -1,7 +1,7 @@
 """Plots against the batch size and the learning rate, a line a setting."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -25,17 +25,31 @@ from shardwise.report.figure import (
     wants_log,
 )
 from shardwise.report.scaling import perfect_steps
+from shardwise.report.spacing import metric_axis, spacing
+
+SQUEEZED = 8.0
+"""Ratio of the values of a metric above which its axis is logarithmic."""
 
 
 def draw_metric(analysis: Analysis, theme: Theme) -> Figure:
     figure, axes = new_figure()
     lines = {series: [(cell, cell.final) for cell in cells] for series, cells in analysis.best.items()}
     handles = _draw_lines(axes, lines, theme, band=True)
-    values = [spread.middle for line in lines.values() for _, spread in line if spread]
     batch_axis(axes, _batches(line for line in lines.values()))
-    number_axis(axes, "y", log=wants_log(values), label=analysis.metric)
+    values = drawn_values(cell for cells in analysis.best.values() for cell in cells)
+    metric_axis(axes, values, spaced=final_spacing(analysis, values), label=analysis.metric)
     legend(figure, handles)
     return figure
+
+
+def drawn_values(cells: Iterable[Cell]) -> list[float]:
+    """The means and the ends of the bands of a plot of the metric at the end."""
+    finals = [cell.final for cell in cells if cell.final]
+    return [value for spread in finals for value in (spread.low, spread.middle, spread.high)]
+
+
+def final_spacing(analysis: Analysis, values: Sequence[float]) -> str:
+    return spacing(values, rises=not analysis.below, ratio=SQUEEZED if analysis.below else 30.0)
 
 
 def draw_reaching(analysis: Analysis, what: str, theme: Theme) -> Figure:
@@ -187,7 +201,8 @@ def draw_lr(analysis: Analysis, cells: Sequence[Cell], joined: bool, theme: Them
             )
         handles.append(Line2D([], [], color=colour, marker=MARKERS[at % 8], linestyle=style, label=f"batch {batch:,}"))
     number_axis(axes, "x", log=True, label="learning rate at its peak")
-    number_axis(axes, "y", log=wants_log([cell.final.middle for cell in cells if cell.final]), label=analysis.metric)
+    values = drawn_values(cells)
+    metric_axis(axes, values, spaced=final_spacing(analysis, values), label=analysis.metric)
     if len(batches) > MAX_SHADES:
         shade_bar(figure, axes, batches, theme, "global batch size (samples)")
         handles = []

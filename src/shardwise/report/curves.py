@@ -20,10 +20,10 @@ from shardwise.report.figure import (
     number_axis,
     plain,
     shade_bar,
-    wants_log,
 )
 from shardwise.report.runs import Run
 from shardwise.report.scaling import Target
+from shardwise.report.spacing import metric_axis, spacing
 
 MAX_CURVES = 200
 MAX_POINTS = 300
@@ -84,11 +84,20 @@ def thinned(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.column_stack([x, y])
 
 
-def draw_curves(runs: Sequence[Run], metric: str, x: str, theme: Theme, target: Target | None = None) -> Figure:
+def curve_values(runs: Sequence[Run], metric: str, target: Target | None = None) -> np.ndarray:
+    """All values that a plot of these runs shows, the target's too."""
+    lines = [thinned(run.metrics[metric].steps, run.metrics[metric].values)[:, 1] for run in runs]
+    return np.concatenate([*lines, [target.value] if target is not None and target.metric == metric else []])
+
+
+def draw_curves(
+    runs: Sequence[Run], metric: str, x: str, theme: Theme, *, target: Target | None = None, rises: bool = False
+) -> Figure:
     """A curve a run: ``metric`` over ``x`` (steps, samples or seconds), the target as a line across.
 
     Args:
         runs: as ``chosen`` gives them.
+        rises: whether a large value of the metric is good.
     """
     figure, axes = new_figure()
     colours = colouring(runs)
@@ -103,7 +112,8 @@ def draw_curves(runs: Sequence[Run], metric: str, x: str, theme: Theme, target: 
     ends = [line[-1, 0] for line in lines]
     log_x = max(ends) / max(min(ends), 1e-9) > 8 and min(float(line[0, 0]) for line in lines) > 0
     number_axis(axes, "x", log=log_x, label=X_LABELS[x])
-    number_axis(axes, "y", log=wants_log(np.concatenate([line[:, 1] for line in lines])), label=metric)
+    values = curve_values(runs, metric, target)
+    metric_axis(axes, values, spaced=spacing(values, rises=rises), label=metric)
     handles = []
     if target is not None and target.metric == metric:
         handles.append(axes.axhline(target.value, color=theme.mark, linestyle="--", linewidth=1.2))

@@ -9,7 +9,8 @@ from shardwise.report.analysis import Analysis
 from shardwise.report.page import draw, inline
 from shardwise.report.plots import make_plots
 
-FIGURE = Markup('<figure><h3>{}</h3><img src="{}" alt="{}" width="640"><figcaption>{}</figcaption></figure>')
+FIGURE = Markup('<figure><h3>{}</h3><img src="{}" alt="{}" width="640"><figcaption>{}{}</figcaption></figure>')
+RULES = Markup("<details><summary>How it is measured</summary>{}</details>")
 
 
 class Gallery:
@@ -36,5 +37,9 @@ class Gallery:
 
     def _repr_html_(self) -> str:
         return "".join(
-            FIGURE.format(plot.title, inline(draw(plot)[0]), plot.title, plot.caption) for plot in self.plots
+            FIGURE.format(
+                *(plot.title, inline(draw(plot)[0]), plot.title, plot.caption),
+                RULES.format(plot.rules) if plot.rules else "",
+            )
+            for plot in self.plots
         )

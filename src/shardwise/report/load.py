@@ -1,6 +1,7 @@
 """A folder of runs: found, read, and told apart."""
 
 import os
+import re
 from pathlib import Path
 
 from shardwise.checkpoint.manifest import printable
@@ -30,10 +31,15 @@ def load_runs(folder: str | os.PathLike[str]) -> Runs:
         first = f": {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
         more = f" ({len(skipped)} skipped{first})" if skipped else ""
         raise ConfigError(f"{printable(path)}: no run in it{more}; name a folder that python train.py wrote to")
-    runs.sort(key=lambda run: (run.name, str(run.folder)))
+    runs.sort(key=lambda run: (_natural(run.name), _natural(str(run.folder))))
     loaded = Runs(runs, skipped=skipped, folder=path)
     label_runs(loaded)
     return loaded
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that puts run-2 before run-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _reason(error: BaseException) -> str:

@@ -32,7 +32,8 @@ document.querySelectorAll("table.sort th").forEach((head, at) => head.addEventLi
   head.setAttribute("aria-sort", up ? "ascending" : "descending");
   const value = row => { const v = row.cells[at].dataset.v; return v === "" ? NaN : isNaN(v) ? v : Number(v); };
   [...body.rows].map(row => [value(row), row]).sort(([a], [b]) =>
-    a !== a ? (b !== b ? 0 : 1) : b !== b ? -1 : (a < b ? -1 : a > b ? 1 : 0) * (up ? 1 : -1)
+    a !== a ? (b !== b ? 0 : 1) : b !== b ? -1 : (typeof a === "number" && typeof b === "number" ? a - b
+      : String(a).localeCompare(String(b), undefined, {numeric: true})) * (up ? 1 : -1)
   ).forEach(([, row]) => body.append(row));
 }));
 """
@@ -89,7 +90,7 @@ def render(analysis: Analysis, images: Sequence[tuple[Plot, str, str]], lacking:
     return environment.from_string(source).render(
         title=printable(runs.folder.resolve().name if runs.folder is not None else "runs"),
         sentences=[printable(line) for line in sentences(analysis)],
-        images=[(plot.title, plot.caption, light, dark) for plot, light, dark in images],
+        images=[(plot.title, plot.caption, plot.rules, light, dark) for plot, light, dark in images],
         lacking=lacking,
         heads=heads,
         rows=rows,

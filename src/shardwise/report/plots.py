@@ -6,11 +6,21 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from shardwise.report.against import draw_lr, draw_metric, draw_reaching, marked, near, noise_of
-from shardwise.report.analysis import Analysis, Cell
-from shardwise.report.curves import MAX_CURVES, MAX_POINTS, chosen, colouring, draw_curves
+from shardwise.report.against import (
+    draw_lr,
+    draw_metric,
+    draw_reaching,
+    drawn_values,
+    final_spacing,
+    marked,
+    near,
+    noise_of,
+)
+from shardwise.report.analysis import Analysis, Cell, direction
+from shardwise.report.curves import MAX_CURVES, MAX_POINTS, chosen, colouring, curve_values, draw_curves
 from shardwise.report.figure import MAX_ENTRIES, Theme
 from shardwise.report.scaling import PERFECT, SAVING
+from shardwise.report.spacing import spacing, spacing_said
 
 MAX_LR_PLOTS = 4
 
@@ -24,6 +34,8 @@ class Plot:
     title: str
     caption: str
     draw: Callable[[Theme], Figure]
+    rules: str = ""
+    """How exactly the points come about, for those who ask."""
 
 
 def make_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
@@ -49,12 +61,13 @@ def _curve_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
     plots = []
     if loss is not None:
         how = _how_drawn(analysis, loss)
+        rises = _rises(analysis, loss)
         plots.append(
             Plot(
                 "loss_over_steps",
                 f"{loss} over optimizer steps",
                 f"How {loss} went down, one curve for each run, against the number of updates of the weights. {how}",
-                partial(draw_curves, chosen(everything, loss), loss, "steps"),
+                partial(draw_curves, chosen(everything, loss), loss, "steps", rises=rises),
             )
         )
         plots.append(
@@ -63,7 +76,7 @@ def _curve_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
                 f"{loss} over samples",
                 f"The same curves against the training samples seen: where curves of different batch sizes lie on each "
                 f"other, the larger batch learns as much from each sample as the smaller. {how}",
-                partial(draw_curves, chosen(everything, loss), loss, "samples"),
+                partial(draw_curves, chosen(everything, loss), loss, "samples", rises=rises),
             )
         )
     target, last = analysis.target, analysis.metric.rpartition("/")[2]
@@ -76,7 +89,14 @@ def _curve_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
                 "metric_over_steps",
                 f"{name} over optimizer steps",
                 f"How {name} went, one curve for each run. {crossed}{_how_drawn(analysis, name)}",
-                partial(draw_curves, chosen(everything, name), name, "steps", target=target),
+                partial(
+                    draw_curves,
+                    chosen(everything, name),
+                    name,
+                    "steps",
+                    target=target,
+                    rises=_rises(analysis, name),
+                ),
             )
         )
     return plots, [] if plots else ["Curves over the training: no run has logged a metric twice."]
@@ -91,7 +111,18 @@ def _how_drawn(analysis: Analysis, metric: str) -> str:
         text += f"{MAX_CURVES} of the {has} runs are drawn, chosen evenly over batch sizes and settings. "
     if any(len(run.metrics[metric].values) > MAX_POINTS for run in runs):
         text += f"Each curve has at most {MAX_POINTS} points, each a mean over neighbouring ones. "
-    return text.strip()
+    values = curve_values(runs, metric, analysis.target)
+    spaced = spacing(values, rises=_rises(analysis, metric))
+    return (text.strip() + spacing_said(values, spaced, metric)).strip()
+
+
+def _rises(analysis: Analysis, metric: str) -> bool:
+    """Whether a large value of a metric is good."""
+    if metric == analysis.metric:
+        return not analysis.below
+    if analysis.target is not None and metric == analysis.target.metric:
+        return not analysis.target.below
+    return direction(metric) == "max"
 
 
 # ---- against the batch size ----------------------------------------------------------------------------------------
@@ -109,6 +140,7 @@ def _metric_plot(analysis: Analysis) -> tuple[list[Plot], list[str]]:
     )
     if analysis.not_a_number:
         caption += f" {_runs_said(analysis.not_a_number)} ended as no number (NaN) and are left out."
+    caption += _finals_said(analysis, [cell for cells in analysis.best.values() for cell in cells])
     return [Plot("metric_against_batch", name, caption, partial(draw_metric, analysis))], []
 
 
@@ -124,24 +156,27 @@ def _target_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
         return [], [
             f"Steps to the target ({target}): needs completed runs that reach it with at least two batch sizes."
         ]
-    how = (
-        f"The target is {target} ({target.why}). When a run reaches it is read off the straight line between the "
-        f"logged points around it. At each batch size the learning rate that got there first is taken, and the "
-        f"median of its seeds; bars go from the fastest seed to the slowest that got there."
+    caption = (
+        f"How many updates it took to reach {target}, at each batch size, both axes in ratios. The dotted line is "
+        f"perfect scaling: twice the batch, half the steps."
+    )
+    missed = sum(len(reaching.missed) for reaching in analysis.reaching.values())
+    if missed:
+        caption += f" Open markers: not reached ({missed} time{'s' * (missed > 1)}) in the steps trained."
+    rules = (
+        f"The target is {target.value:.4g}, {target.why}. When a run reaches it is read off the straight line between "
+        f"the logged points around it. At each batch size the learning rate that got there first is taken, and the "
+        f"median of its seeds; bars go from the fastest seed to the slowest that got there. Perfect scaling starts at "
+        f"the smallest batch that reached the target. {_lines_said(list(analysis.reaching))}"
     )
     if analysis.at_first:
-        how += (
+        rules += (
             f" {_runs_said(analysis.at_first)} had reached it by the first logged point and may have done so sooner: a "
             f"level stretch there can come from how seldom the metric was logged."
         )
-    missed = sum(len(reaching.missed) for reaching in analysis.reaching.values())
-    if missed:
-        how += f" Open markers, at the steps trained: the target was not reached ({missed} time{'s' * (missed > 1)})."
-    steps = (
-        f"How many updates it took to reach the target, at each batch size, both axes in ratios. "
-        f"{_lines_said(list(analysis.reaching))} The dotted line is perfect scaling: twice the batch, half the steps, "
-        f"starting at the smallest batch that reached it. {how} {_regions_said(analysis)}{_noise_said(analysis)}"
-    )
+    rules = f"{rules.strip()} {_regions_said(analysis)}".strip()
+    if noise := _noise_said(analysis):
+        caption += f" {noise}"
     samples = (
         "How many training samples it took to reach the target. A level line means that no sample is wasted by a "
         "larger batch; where it rises, a larger batch costs more computing for the same result. Target and points are "
@@ -156,8 +191,9 @@ def _target_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
         Plot(
             "steps_to_target",
             "Steps to the target against the batch size",
-            steps,
+            caption,
             partial(draw_reaching, analysis, "steps"),
+            rules,
         ),
         Plot(
             "samples_to_target",
@@ -190,7 +226,7 @@ def _lr_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
         cells = [cell for series in tried.values() for cell in series]
         caption = (
             "Each point is one setting at its learning rate; they differ in other things too, so no line joins them."
-        )
+        ) + _finals_said(analysis, cells)
         return [Plot("metric_against_lr", name, caption, partial(draw_lr, analysis, cells, False))], []
     plots = []
     for at, series in enumerate(several[:MAX_LR_PLOTS]):
@@ -202,6 +238,7 @@ def _lr_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
         )
         if len(several) > MAX_LR_PLOTS:
             caption += f" The {MAX_LR_PLOTS} best of {len(several)} settings have such a plot."
+        caption += _finals_said(analysis, tried[series])
         suffix = f"_{at + 1}" if len(several) > 1 else ""
         plots.append(
             Plot(f"metric_against_lr{suffix}", f"{name}{of}", caption, partial(draw_lr, analysis, tried[series], True))
@@ -222,6 +259,11 @@ def _lines_said(series: Sequence[str]) -> str:
     if len(series) <= MAX_ENTRIES:
         return f"One line for each of {len(series)} settings, the best first."
     return f"One line for each of {len(series)} settings: the {MAX_ENTRIES} best have a colour, the others are faint."
+
+
+def _finals_said(analysis: Analysis, cells: Sequence[Cell]) -> str:
+    values = drawn_values(cells)
+    return spacing_said(values, final_spacing(analysis, values), analysis.metric)
 
 
 def _best_lr_said(analysis: Analysis) -> str:
@@ -247,4 +289,4 @@ def _noise_said(analysis: Analysis) -> str:
         return ""
     batches = sorted({cell.batch for cell in analysis.cells})
     where = "The upright line is" if near(noise, batches) else "Too far off to be drawn is"
-    return f"{where} the critical batch size that the gradient noise says, about {noise:,.0f} samples. "
+    return f"{where} the critical batch size that the gradient noise says, about {noise:,.0f} samples."

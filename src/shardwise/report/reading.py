@@ -12,8 +12,8 @@ import numpy as np
 import yaml
 
 from shardwise.checkpoint.manifest import printable
+from shardwise.metrics_file import read_lines
 from shardwise.report.runs import STATUSES, Curve, Run, number
-from shardwise.tracking.jsonl import read_lines
 
 MAX_BYTES = {"config.yaml": 2**20, "overrides.yaml": 2**20, "result.json": 2**24, "provenance.json": 2**26}
 MAX_METRICS_BYTES = 2**28

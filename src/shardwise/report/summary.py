@@ -1,6 +1,7 @@
 """What the runs show, in plain sentences; nothing that their numbers do not say."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -118,7 +119,7 @@ def _holding(analysis: Analysis) -> list[str]:
     largest = max(cell.batch for cells in analysis.best.values() for cell in cells)
     parts = []
     for size, settings in groups:
-        parts.append(f"up to {'the largest batch, ' if size == largest else 'batch '}{size:,} with {settings}")
+        parts.append(f"up to {'the largest batch, ' if size == largest else 'batch '}{size:,} for {settings}")
     return [f"{analysis.metric} holds ({_within(analysis)}) {'; '.join(parts)}."]
 
 
@@ -155,7 +156,7 @@ def _reaching(analysis: Analysis) -> list[str]:
             if one.regions and one.regions.plateau_from
         }
         if flat:
-            parts = [f"from batch {batch:,} with {settings}" for batch, settings in _grouped(flat, len(found))]
+            parts = [f"from batch {batch:,} for {settings}" for batch, settings in _grouped(flat, len(found))]
             lines.append(f"A larger batch saves next to none (the plateau) {'; '.join(parts)}.")
         else:
             lines.append("No setting shows a plateau within the batches that reached the target.")
@@ -171,9 +172,9 @@ def _perfect(analysis: Analysis) -> list[str]:
             first, end = reaching.cells[0].batch, reaching.regions.perfect_to
             (ends if end > first else starts)[series] = end
     total = len(ends) + len(starts)
-    parts = [f"up to batch {batch:,} with {settings}" for batch, settings in _grouped(ends, total)]
+    parts = [f"up to batch {batch:,} for {settings}" for batch, settings in _grouped(ends, total)]
     parts += [
-        f"not beyond batch {batch:,}, the smallest that reached it, with {settings}"
+        f"not beyond batch {batch:,}, the smallest that reached it, for {settings}"
         for batch, settings in _grouped(starts, total)
     ]
     return [f"Steps to the target scale perfectly (at most {PERFECT:g} times the ideal) {'; '.join(parts)}."]
@@ -194,9 +195,15 @@ def _grouped(batches: dict[str, int] | dict[str, float], total: int) -> list[tup
     """(batch, the settings that have it), the largest batch first; ``total`` settings are all of them."""
     groups: dict[float, list[str]] = {}
     for series, batch in batches.items():
-        groups.setdefault(batch, []).append(f"[{series}]")
+        groups.setdefault(batch, []).append(_setting(series))
     named = {batch: "every setting" if len(own) == total else _listed(own) for batch, own in groups.items()}
     return [(batch, named[batch]) for batch in sorted(groups, reverse=True)]
+
+
+def _setting(series: str) -> str:
+    """``rule=linear with warmup_steps=50 and width=8``: what can stand in a list, which has commas of its own."""
+    first, *others = re.split(r", (?=[\w.]+=)", series)
+    return f"{first} with {' and '.join(others)}" if others else first
 
 
 def _best_batch(analysis: Analysis, series: str) -> int:

@@ -1,7 +1,6 @@
 """Runs the jobs of a sweep side by side in slots, each in fresh processes; the parent trains nothing itself."""
 
 import contextlib
-import json
 import signal
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.job import Job, in_run_folder
 from shardwise.signals import GRACE_SECONDS, PREEMPTED, Stop, owned_signals
+from shardwise.sweep.earlier import before, completed, continued
 from shardwise.sweep.ledger import INTERRUPTED, Ledger, held, is_partial
 from shardwise.sweep.process import JobProcess
 from shardwise.sweep.slots import Shares, count_slots
@@ -157,7 +157,7 @@ class _Pool:
             self.ledger.skip(planned, why)
             row = self.ledger.row(planned) or {}
             if row.get("status") == "completed":
-                self.outcomes.append(_before(planned, row))
+                self.outcomes.append(before(planned, row))
             else:
                 self.outcomes.append(Outcome(planned, planned.job, "skipped", why))
 
@@ -168,11 +168,11 @@ class _Pool:
         if any(one.planned.key == planned.key for one in self.running):  # a search tries a point again
             planned = replace(planned, key=f"{planned.key}#{planned.number}")
         row = self.ledger.row(planned)
-        if row is not None and row["status"] != "completed" and is_partial(row) and (found := _completed(row)):
+        if row is not None and row["status"] != "completed" and is_partial(row) and (found := completed(row)):
             row.update(found)  # the parent was killed before it heard of it
         if row is not None and row["status"] == "completed":
             self.ledger.renumber(planned)
-            outcome = _before(planned, row)
+            outcome = before(planned, row)
             self.outcomes.append(outcome)
             self.display.ended(outcome)
             self.source.ended(planned, outcome)
@@ -180,7 +180,7 @@ class _Pool:
         attempts, seconds = (row.get("attempts", 0), row.get("seconds", 0.0)) if row is not None else (0, 0.0)
         job = planned.job
         if row is not None and is_partial(row):
-            job = _continued(job, row["run_folder"])
+            job = continued(job, row["run_folder"])
         self._start(_Running(planned, attempts=attempts + 1, seconds=seconds), job)
 
     def _start(self, one: _Running, job: Job, *, how: str = "") -> None:
@@ -258,7 +258,7 @@ class _Pool:
         self.display.failed(outcome, again=f"\nretry {retries} of {self.sweep.retries}")
         self.ledger.end(outcome)
         again = _Running(one.planned, attempts=attempts, seconds=outcome.seconds, retries=retries)
-        job = _continued(one.planned.job, one.job.run_folder)
+        job = continued(one.planned.job, one.job.run_folder)
         how = "is tried again" + (" from its newest checkpoint" if job.resumed else " from the start")
         self._start(again, job, how=how)
         return True
@@ -287,45 +287,3 @@ class _Pool:
             self.outcomes.append(outcome)
             self.ledger.end(outcome)
         self.running.clear()
-
-
-def _before(planned: Planned, row: dict[str, Any]) -> Outcome:
-    """The outcome of a job that was completed when the sweep began."""
-    job = replace(planned.job, run_folder=row["run_folder"], run_id=Path(row["run_folder"]).name)
-    result = {"status": "completed", "run_id": job.run_id, "steps": row.get("steps"), "metrics": row["metrics"]}
-    return Outcome(planned, job, "completed", "", result, row.get("seconds", 0.0), row.get("attempts", 1), before=True)
-
-
-def _completed(row: dict[str, Any]) -> dict[str, Any] | None:
-    """What a job's own folder says of it, if it says that it is completed."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        result = json.loads((Path(row["run_folder"]) / "result.json").read_text(encoding="utf-8"))
-        if result["status"] == "completed" and isinstance(result["metrics"], dict):
-            found = {"status": "completed", "message": "", "metrics": result["metrics"], "steps": result.get("steps")}
-            return {**found, "seconds": result.get("seconds", 0.0)}
-    return None
-
-
-def _continued(job: Job, run_folder: str) -> Job:
-    """The job on from the newest whole checkpoint of an earlier attempt's folder; a new one where there is none."""
-    from shardwise.checkpoint.find import newest_whole, stores_of
-    from shardwise.checkpoint.manifest import step_of
-
-    folder = Path(run_folder)
-    try:
-        found, _ = newest_whole(stores_of(folder), shown=str(folder))
-        record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    except (ConfigError, OSError, ValueError):
-        found, record = None, None
-    if found is None:
-        return job
-    parent = record.get("parent") if isinstance(record, dict) else None
-    return replace(
-        job,
-        run_id=folder.name,
-        run_folder=str(folder),
-        resumed=True,
-        checkpoint=found.url,
-        parent=parent if isinstance(parent, str) else job.parent,
-        notes=[*job.notes, f"resumed from step {step_of(found.name)} of {folder}"],
-    )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.batch_finder import with_micro_size
 from shardwise.errors import ConfigError
 from shardwise.job import Job
 from shardwise.launch import RanksFailedError, how_it_ended, launch, share_template
@@ -122,14 +123,14 @@ def _job_process(text: str, writer: Any) -> None:
     os.environ.update(job.environment)
     try:
         _silence(Path(job.run_folder) / "ranks" / "rank_0.log")
-        if job.world["launch"] != "local":
-            writer.send({"result": launch(job)})
-            return
         share_template()
+        if job.world["launch"] != "local":
+            writer.send({"result": launch(with_micro_size(job))})
+            return
         # The parent gets a terminal's signals too, and hands its first on.
         deaf = (signal.SIGINT, signal.SIGHUP)
         with owned_signals(deaf=deaf, grace=3 * GRACE_SECONDS) as stop:
-            writer.send({"result": launch(job, stop)})
+            writer.send({"result": launch(with_micro_size(job, stop), stop)})
     except (ConfigError, RanksFailedError) as error:
         writer.send({"message": str(error), "config_error": isinstance(error, ConfigError)})
     except Exception:

@@ -15,10 +15,10 @@ from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from shardwise.errors import ConfigError
+from shardwise.metrics_file import RESERVED, read_lines
 
 log = logging.getLogger(__package__)
 
-RESERVED = ("step", "time", "nonfinite")
 BLOCK = 65536
 
 
@@ -152,24 +152,6 @@ class JsonlLogger(Logger):
             )
             raised.errno = error.errno
             raise raised from error
-
-
-def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, float], float]]:
-    """The lines of a metrics file as (step, metrics, Unix time), in order; what is damaged is left out.
-
-    A value that JSON could not say is not a number here, infinities included. No file has no lines.
-    """
-    if not Path(path).exists():
-        return
-    with Path(path).open("rb") as file:
-        for text in file:
-            if not text.endswith(b"\n"):
-                return
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                line = json.loads(text)
-                step, when = int(line["step"]), float(line.get("time", 0.0))
-                metrics = {name: value for name, value in line.items() if name not in RESERVED}
-                yield step, {name: math.nan if value is None else value for name, value in metrics.items()}, when
 
 
 def _drop_torn_line(file: BinaryIO | Any) -> int:

@@ -1,0 +1,53 @@
+"""What an earlier attempt at a job has left: its result, or a checkpoint to go on from."""
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.job import Job
+from shardwise.sweep.source import Outcome, Planned
+
+
+def before(planned: Planned, row: dict[str, Any]) -> Outcome:
+    """The outcome of a job that was completed when the sweep began."""
+    job = replace(planned.job, run_folder=row["run_folder"], run_id=Path(row["run_folder"]).name)
+    result = {"status": "completed", "run_id": job.run_id, "steps": row.get("steps"), "metrics": row["metrics"]}
+    return Outcome(planned, job, "completed", "", result, row.get("seconds", 0.0), row.get("attempts", 1), before=True)
+
+
+def completed(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What a job's own folder says of it, if it says that it is completed."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        result = json.loads((Path(row["run_folder"]) / "result.json").read_text(encoding="utf-8"))
+        if result["status"] == "completed" and isinstance(result["metrics"], dict):
+            found = {"status": "completed", "message": "", "metrics": result["metrics"], "steps": result.get("steps")}
+            return {**found, "seconds": result.get("seconds", 0.0)}
+    return None
+
+
+def continued(job: Job, run_folder: str) -> Job:
+    """The job on from the newest whole checkpoint of an earlier attempt's folder; a new one where there is none."""
+    from shardwise.checkpoint.find import newest_whole, stores_of
+    from shardwise.checkpoint.manifest import step_of
+
+    folder = Path(run_folder)
+    try:
+        found, _ = newest_whole(stores_of(folder), shown=str(folder))
+        record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    except (ConfigError, OSError, ValueError):
+        found, record = None, None
+    if found is None:
+        return job
+    parent = record.get("parent") if isinstance(record, dict) else None
+    return replace(
+        job,
+        run_id=folder.name,
+        run_folder=str(folder),
+        resumed=True,
+        checkpoint=found.url,
+        parent=parent if isinstance(parent, str) else job.parent,
+        notes=[*job.notes, f"resumed from step {step_of(found.name)} of {folder}"],
+    )
