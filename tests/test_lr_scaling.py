@@ -1,12 +1,14 @@
 """Learning-rate rules: the numbers of their papers, what each changes beside the rate, and what it refuses."""
 
 import math
+from inspect import signature
 
 import pytest
 import torch
 
 from shardwise.errors import ConfigError
 from shardwise.lr_scaling import RULES, scale
+from shardwise.optim import Muon
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.01, "momentum": 0.9, "weight_decay": 0.0005}
@@ -86,6 +88,14 @@ def test_that_takes_as_much_weight_away_per_sample_as_before(target):
 )
 def test_a_weight_decay_that_needs_no_correction_has_none(optimizer):
     assert scaled("sqrt", optimizer)[1] == {}
+
+
+@pytest.mark.parametrize("target", [torch.optim.AdamW, torch.optim.Muon, Muon, torch.optim.SGD, torch.optim.Adafactor])
+def test_a_weight_decay_that_nobody_typed_is_corrected_as_if_it_were(target):
+    package = "shardwise.optim" if target is Muon else "torch.optim"
+    default = signature(target).parameters["weight_decay"].default
+    untyped = {"_target_": f"{package}.{target.__name__}", "lr": 0.1}
+    assert scaled("sqrt", untyped) == scaled("sqrt", {**untyped, "weight_decay": default})
 
 
 def test_a_decoupled_weight_decay_is_corrected_whatever_its_optimizer_is_called():

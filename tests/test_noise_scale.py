@@ -312,7 +312,7 @@ def refused(layout: str, accumulate: int, strategy: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("layout", "accumulate", "strategy", "message"),
     [
-        ("one", 1, {}, "type batch.accumulate=2, or trainer.devices=2"),
+        ("one", 1, {}, "type batch.accumulate=2 in place of batch.micro_size, or trainer.devices=2"),
         ("tp2", 2, {}, "split layers (strategy.tp=2)"),
         ("fsdp+tp4", 1, {}, "split layers (strategy.tp=2)"),
         ("fsdp2", 2, {"defer_gradient_sync": False}, "type strategy.defer_gradient_sync=true"),
@@ -401,5 +401,5 @@ def test_a_run_with_nothing_to_compare_is_one_line(train_py: Any) -> None:
     run = train_py("callbacks=noise_scale", "logger=none", ok=False)
     assert run.stderr.splitlines() == [
         "error: callbacks=noise_scale compares gradients of two batch sizes, and one device with batch.accumulate=1 "
-        "has only one: type batch.accumulate=2, or trainer.devices=2"
+        "has only one: type batch.accumulate=2 in place of batch.micro_size, or trainer.devices=2"
     ]

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from pool import RankPool
 from shardwise.checkpoint.saving import SaveCheckpoints
+from shardwise.errors import ConfigError
 from shardwise.optim import Muon
 from test_checkpoint_layouts import contents, trainer_for
 from test_parity import GRADIENT_GAP, LOSS_GAP, PARAMETER_GAP
@@ -113,6 +114,13 @@ def test_goes_on_from_a_checkpoint(pool: RankPool, tmp_path: Any, name: str) -> 
             if other == layout:
                 differs = [key for key, value in whole.items() if not torch.equal(value, found[key])]
                 assert not differs, differs
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_does_not_go_on_with_other_groups(tmp_path: Any) -> None:
+    fit("lamb", "one", 3, save=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"of 2 groups .* here are 1: leave optimizer.decay as it was, or"):
+        fit("lamb-all", "one", 6, load=f"{tmp_path}/step_00000003")
 
 
 def fit_file(name: str, layout: str, steps: int, file: str, *, load: bool = False) -> dict[str, Tensor]:

@@ -555,6 +555,9 @@ def test_legw_keeps_the_steps_of_the_warm_up(global_size: int, schedule: dict, s
     assert rule_changes(one, found) == changes
     done = Done(3, 3 * 16)
     assert resolve_steps(one, 640, done=done).warmup == steps
+    trainer = {"limit_train_batches": 10, "max_epochs": 20}
+    short = resolved(1, schedule=schedule, batch={"global_size": global_size}, lr_scaling=scaling, trainer=trainer)
+    assert resolve_steps(short, 64_000).warmup == steps, "nor do those of an epoch of 10 batches grow"
 
 
 @pytest.mark.parametrize(

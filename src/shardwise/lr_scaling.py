@@ -20,6 +20,9 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 DECAYS_BY_RATE = ("SGD", "AdamW", "Adafactor", "Muon")
 """Ends of the names of optimizers of which one step takes lr * weight_decay of a weight away."""
 
+DECAYS = {"torch.optim.AdamW": 0.01, "torch.optim.Muon": 0.1, "shardwise.optim.Muon": 0.1}
+"""The weight decay that these take where none is typed; that of the others is 0, or not known here."""
+
 OTHER_ADAMS = ("NAdam", "NAdamW", "RAdam", "SparseAdam")
 """Optimizers that are named like Adam and compute something else."""
 
@@ -86,7 +89,7 @@ def sqrt_scaling(
     """
     root = math.sqrt(global_size / base_batch_size)
     changes = {}
-    decay = optimizer.get("weight_decay")
+    decay = optimizer.get("weight_decay", DECAYS.get(str(optimizer.get("_target_"))))
     by_rate = _name(optimizer).endswith(DECAYS_BY_RATE) or optimizer.get("decoupled_weight_decay") is True
     if corrections and by_rate and _is_number(decay) and decay and root != 1:
         changes["weight_decay"] = Change(decay, decay * root)

@@ -72,7 +72,7 @@ class GradientNoiseScale(Callback):
         if strategy.dp_size == 1 and strategy.accumulate == 1:
             raise ConfigError(
                 "callbacks=noise_scale compares gradients of two batch sizes, and one device with batch.accumulate=1 "
-                "has only one: type batch.accumulate=2, or trainer.devices=2"
+                "has only one: type batch.accumulate=2 in place of batch.micro_size, or trainer.devices=2"
             )
         if strategy.dims.uses_fsdp and strategy.accumulate > 1 and not strategy.defers_gradient_sync:
             raise ConfigError(

@@ -538,9 +538,8 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
     whole = None if num_samples is None else math.ceil(num_samples / size)
     per_epoch = _limited(whole, trainer.limit_train_batches)
     limited = per_epoch is not None and per_epoch != whole
-    epoch_samples = per_epoch * size if limited and per_epoch is not None else num_samples
-    warmup_samples = _warmup_samples(resolved.config, epoch_samples)
-    warmup, unscaled_warmup = _warmup(resolved, warmup_samples, done=done)
+    warmup_samples = _warmup_samples(resolved.config, num_samples, size=size)
+    warmup, unscaled_warmup = _warmup(resolved, num_samples, done=done)
     totals = [trainer.max_steps] if trainer.max_steps > 0 else []
     epochs = trainer.max_epochs
     if epochs is None and not totals:
@@ -593,18 +592,22 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
     return Steps(num_samples, per_epoch, total, scheduled, interval, warmup, unscaled_warmup, warmup_samples)
 
 
-def _warmup_samples(config: Config, epoch_samples: int | None) -> Fraction | None:
+def _warmup_samples(config: Config, num_samples: int | None, *, size: int) -> Fraction | None:
     """Samples of a warm-up that is typed in samples or epochs; None for one in steps, and for none.
 
     Args:
         config: the configuration.
-        epoch_samples: samples of an epoch, or None where nobody knows.
+        num_samples: training samples, or None where nobody knows.
+        size: samples of a step, which an epoch of a limited number of steps is made of.
     """
     schedule, name = config.schedule, _warmup_typed(config)
     if name is None or name == "warmup_steps":
         return None
     if name == "warmup_samples":
         return Fraction(schedule.warmup_samples or 0)
+    whole = None if num_samples is None else math.ceil(num_samples / size)
+    steps = _limited(whole, config.trainer.limit_train_batches)
+    epoch_samples = num_samples if steps is None or steps == whole else steps * size
     if epoch_samples is None:
         raise ConfigError(
             f"schedule.warmup_epochs={schedule.warmup_epochs} of an epoch of unknown length: type "
@@ -613,22 +616,26 @@ def _warmup_samples(config: Config, epoch_samples: int | None) -> Fraction | Non
     return Fraction(str(schedule.warmup_epochs)) * epoch_samples
 
 
-def _warmup(resolved: Resolved, samples: Fraction | None, *, done: Done | None) -> tuple[int, int]:
+def _warmup(resolved: Resolved, num_samples: int | None, *, done: Done | None) -> tuple[int, int]:
     """Optimizer steps of warm-up, and what they would be without the rule.
 
     Args:
         resolved: the resolved configuration.
-        samples: of the warm-up, where it is not typed in steps.
+        num_samples: training samples, or None where nobody knows.
         done: what lies behind a training that goes on from a checkpoint.
     """
+    config, size = resolved.config, resolved.batch.global_size
+    samples = _warmup_samples(config, num_samples, size=size)
     if samples is None:
-        return resolved.config.schedule.warmup_steps, resolved.config.schedule.warmup_steps
+        return config.schedule.warmup_steps, config.schedule.warmup_steps
     if done is not None and done.warmup is not None and done.warmup[0] == samples <= done.samples_seen:
         unscaled = done.warmup[1]  # the steps behind may have been of several sizes: only who made them knows
     else:
         behind = {} if done is None else {"done_steps": done.step, "done_samples": done.samples_seen}
-        unscaled = schedules.warmup_in_steps(samples, batch_size=resolved.batch.global_size, **behind)
+        unscaled = schedules.warmup_in_steps(samples, batch_size=size, **behind)
     if (base := resolved.scaled.warmup_batch_size) is None:
         return unscaled, unscaled
-    # As many steps at every batch, so that there is no place to be kept.
+    # As many steps as at the base batch, so that there is no place to be kept.
+    samples = _warmup_samples(config, num_samples, size=base)
+    assert samples is not None
     return schedules.warmup_in_steps(samples, batch_size=base), unscaled

@@ -71,10 +71,17 @@ def load_optimizer(
     check_optimizer(saved, type(optimizer).__name__, where=stored.url)
     names = optimizer_names(plain_names(module), optimizer)
     then = sorted(name for group in saved["groups"] for name in group["params"])
+    if then != sorted(names.values()):
+        raise ConfigError(
+            f"{stored.url} has an optimizer over other parameters: {len(then)} there, {len(names)} here"
+        )
     groups = len(saved["groups"]), len(optimizer.param_groups)
-    if then != sorted(names.values()) or groups[0] != groups[1]:
-        counts = f"{len(then)} in {groups[0]} groups there, {len(names)} in {groups[1]} here"
-        raise ConfigError(f"{stored.url} has an optimizer over other parameters: {counts}")
+    if groups[0] != groups[1]:
+        raise ConfigError(
+            f"{stored.url} has an optimizer of {groups[0]} groups of parameters, and here are {groups[1]}: leave "
+            f"optimizer.decay as it was, or start a new run from its weights, without resume= and with "
+            f"init_from={stored.url}"
+        )
     keys: dict[str, list[str]] = {}
     for key in stored:
         owner, _, kind = key.removeprefix(f"optimizer/{index}/").rpartition("/")
