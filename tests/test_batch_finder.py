@@ -19,9 +19,10 @@ from shardwise.batch_finder import Trial, available_memory, extrapolated, larges
 from shardwise.config import from_plain, to_plain
 from shardwise.errors import ConfigError
 from shardwise.job import Job
-from shardwise.probe import lacks_memory
+from shardwise.probe import lacks_memory, skip_no_step
 from shardwise.resolve import World, resolve_in
 from shardwise.signals import Stop
+from shardwise.strategies.precision import mesh_precision
 from warm import Started, Warm
 
 HUNGRY = """
@@ -320,6 +321,18 @@ def test_which_errors_mean_a_lack_of_memory(error: Exception, lacks: bool) -> No
     outer = RuntimeError("in the loader")
     outer.__cause__ = error
     assert lacks_memory(outer) == lacks
+
+
+def test_float16_makes_its_first_step_too() -> None:
+    """Without this the scale of the loss, 65,536 at first, is more than a gradient in float16 holds."""
+    for settle, made in ((lambda plugin: None, False), (skip_no_step, True)):
+        weight = torch.nn.Parameter(torch.ones(3))
+        plugin, optimizer = mesh_precision("16-mixed", device_type="cpu", autocast=False), torch.optim.Adam([weight])
+        settle(plugin)
+        plugin.scale_loss((weight.half() * 2).sum().float()).backward()
+        plugin.scaler.step(optimizer)
+        assert bool(optimizer.state) is made
+    skip_no_step(mesh_precision("32-true", device_type="cpu", autocast=False))
 
 
 def test_a_cpu_is_not_asked_for_more_than_there_is(

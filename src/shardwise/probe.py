@@ -119,6 +119,7 @@ def _train(job: Job, resolved: Resolved, rank: int) -> pl.Trainer:
     steps = Steps(data.num_train_samples, None, total=STEPS, scheduled=STEPS, val_check_interval=STEPS)
     task = build_task(resolved, data, steps)
     trainer = build_trainer(job, replace(resolved, batch=replace(resolved.batch, accumulate=few)), steps)
+    skip_no_step(trainer.strategy.precision_plugin)
     # What watches a metric would miss it.
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [
@@ -138,6 +139,13 @@ def _train(job: Job, resolved: Resolved, rank: int) -> pl.Trainer:
     if tested and resolved.config.trainer.limit_test_batches:
         trainer.test(task, datamodule=data, verbose=False)
     return trainer
+
+
+def skip_no_step(plugin: Any) -> None:
+    """Let float16 begin at a scale of the loss at which gradients are finite: it skips steps until one is, and only a
+    step that is made gives the optimizer its state."""
+    if getattr(plugin, "scaler", None) is not None:
+        plugin.scaler = torch.amp.GradScaler(plugin.device, init_scale=1.0)
 
 
 def lacks_memory(error: BaseException) -> bool:
