@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = [sys.executable, str(ROOT / "train.py")]
-JOB = ["trainer.max_steps=60", "logger=none", "trainer.enable_progress_bar=false"]
+JOB = ["trainer.max_steps=150", "logger=none", "trainer.enable_progress_bar=false"]
 JOBS = 16
 
 

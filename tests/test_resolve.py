@@ -422,6 +422,19 @@ def test_limited_epochs_do_not_go_on_with_another_batch() -> None:
             resolve_steps(one, 1437, done=Done(6, 6 * 32))
 
 
+def test_nor_does_a_warm_up_in_limited_epochs() -> None:
+    """Two epochs of 10 steps of 32 lie behind; two of 10 steps of 64 would begin the warm-up again."""
+    trainer = {"max_epochs": None, "max_steps": 200, "limit_train_batches": 10}
+    for schedule, found in (({"warmup_epochs": 2.0}, None), ({"warmup_samples": 640}, 20), ({"warmup_steps": 20}, 20)):
+        one = resolved(1, schedule=schedule, trainer=trainer, batch={"global_size": 64})
+        done = Done(25, 25 * 32)
+        if found is None:
+            with pytest.raises(ConfigError, match=r"type batch.global_size=32, or .*epochs=null schedule.warmup"):
+                resolve_steps(one, 64_000, done=done)
+        else:
+            assert resolve_steps(one, 64_000, done=done).warmup == found
+
+
 def test_a_stream_without_a_length_needs_a_number_of_steps() -> None:
     for trainer in ({"max_epochs": 3}, {"max_steps": 5, "limit_train_batches": 0.5}):
         with pytest.raises(ConfigError, match="unknown length: type"):

@@ -244,11 +244,21 @@ def test_trials_that_were_running_are_handed_out_again(tmp_path):
     with (tmp_path / "s" / "study.journal").open("ab") as file:
         file.write(b'{"op_code":4,"worker_id":"8f3')
     again = Sweep(tmp_path / "s", trials=4)
-    assert again.search.total == 3
+    assert (again.search.total, again.search.ended_before) == (4, 1)
     again.run(valley)
     assert again.labels[:2] == killed.labels[1:]
     assert [outcome.planned.number for outcome in again.outcomes] == [2, 3, 4]
     assert "4 trials: 4 completed" in again.closing()
+
+
+def test_a_trial_that_was_about_to_fail_for_good_counts_once(tmp_path):
+    """The parent is killed after it has noted that a trial is final, and before the study knows that it failed."""
+    killed = Sweep(tmp_path / "s", trials=3)
+    killed.next()
+    killed.search._trials[1].set_user_attr("final", True)
+    again = Sweep(tmp_path / "s", trials=3)
+    assert (again.search.total, again.search.ended_before) == (3, 0)
+    assert len(again.run(valley).labels) == 3
 
 
 def test_a_job_that_was_asked_to_end_stays_open(tmp_path):
@@ -312,6 +322,30 @@ def test_pruning_by_the_median(tmp_path):
     assert "6 trials: 5 completed, 1 pruned" in sweep.closing()
     assert "trial 1: val/loss 0" in sweep.closing()
     assert Sweep(tmp_path / "s", trials=6, prune="median").search.finished
+
+
+def test_pruning_by_successive_halving(tmp_path):
+    """Nothing is ended before the length of a job is known; from then on the worse ones at the first look."""
+    sweep = Sweep(tmp_path / "s", trials=6, prune="halving")
+
+    def reports(planned: Planned, height: float) -> bool:
+        return any(
+            sweep.search.progress(planned, [(step, {"val/loss": height + 1 / step})]) for step in (100, 400, 1600)
+        )
+
+    for height in (0.5, 0.9):
+        planned = sweep.next()
+        assert not reports(planned, height)
+        sweep.end(planned, **{"val/loss": height})
+    said = []
+    for height in (0.3, 0.8, 0.1, 0.2):
+        planned = sweep.next()
+        said.append(reports(planned, height))
+        sweep.end(planned, "pruned" if said[-1] else "completed", **{"val/loss": height})
+    assert said == [False, True, False, True], "the best so far goes on"
+    assert "6 trials: 4 completed, 2 pruned" in sweep.closing()
+    assert "trial 5: val/loss 0.1" in sweep.closing()
+    assert Sweep(tmp_path / "s", trials=6, prune="halving").search.finished
 
 
 def test_a_job_whose_loss_is_nan_on_the_way_is_pruned(tmp_path):
@@ -458,6 +492,8 @@ def test_a_search_from_the_command_line(train_py):
     printed = next(line for line in again.stdout.splitlines() if "rerun=" in line and "best" not in line)
     assert results[Path(printed.rpartition("rerun=")[2])]["metrics"] == results[best]["metrics"]
     assert "3 trials: 3 completed" in again.stdout
+    assert "job 3/3 started: " in again.stdout
+    assert "(3 of 3 done)" in again.stdout
 
 
 @pytest.mark.parametrize(

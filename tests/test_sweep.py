@@ -152,3 +152,6 @@ def test_a_sweep_from_its_file(train_py):
     again = train_py(f"rerun={rows[5]['run_folder']}")
     assert len(again.run_folders) == 7
     assert losses(again.run_folder) == losses(Path(rows[5]["run_folder"]))
+    last = train_py("resume=last", "sweep=batch_size_digits", *short)
+    assert f"{again.run_folder} is completed after 3 steps" in last.stdout
+    assert len(last.run_folders) == 7, "to look for the newest run is to run none"

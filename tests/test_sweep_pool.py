@@ -10,6 +10,8 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +23,7 @@ from shardwise.errors import ConfigError
 from shardwise.hydra_setup import compose
 from shardwise.resolve import World
 from shardwise.sweep.planning import check_name, check_swept, modules_of
+from shardwise.sweep.pool import _Pool
 from shardwise.sweep.slots import Shares, automatic_slots, count_slots
 from shardwise.sweep.table import duration
 from sweeps import EVERY_STEP, TINY, Field, losses, wait_until
@@ -122,6 +125,65 @@ def test_without_a_checkpoint_it_is_tried_again_from_the_start(field):
     assert len(folders) == 4, "no attempt has overwritten another"
 
 
+def test_the_time_limit_is_the_whole_sweeps(field):
+    """A scheduler ends the sweep, not each of its jobs: one that starts late has no more time than the rest."""
+    field_words = ["seed=1,2,3", "launch.time_limit=00:01:00:00"]
+    assert field.start(*field_words, target="watching:train_an_hour_ago").wait(60) == 75, field.out + field.errors
+    assert [row["status"] for row in field.rows()] == ["preempted", "skipped", "skipped"]
+    assert field.rows()[0]["steps"] == 1
+
+
+def test_a_job_that_dies_gives_its_slot_back_though_a_child_of_its_own_lives(field):
+    words = ["plugins=[watching]", "+callbacks.orphan._target_=watching.LeavesAChild"]
+    words += [f"+callbacks.orphan.folder={field.folder}"]
+    _, errors = field.run("seed=1,2", "sweep.on_failure=continue", *words, status=1, watch=False)
+    assert errors.count("was ended by SIGKILL") == 2
+    (field.folder / "go").touch()
+
+
+def pool_of(*jobs: Any) -> _Pool:
+    pool = _Pool.__new__(_Pool)
+    pool.running = list(jobs)
+    return pool
+
+
+def test_every_running_job_is_asked_also_while_one_is_taken_in() -> None:
+    asked: list[int] = []
+    pool = pool_of()
+
+    def job(number: int) -> Any:
+        def send(_: Any) -> None:
+            asked.append(number)
+            if number == 1:
+                pool.running.pop(0)
+
+        return SimpleNamespace(process=SimpleNamespace(send=send))
+
+    pool.running = [job(number) for number in (1, 2, 3)]
+    pool._ask(pool.running)
+    assert asked == [1, 2, 3]
+
+
+def test_what_goes_wrong_with_one_job_does_not_cost_the_others_their_checkpoint(monkeypatch) -> None:
+    pool = pool_of("a", "b", "c")
+
+    def take_in() -> None:
+        pool.running.pop()
+        raise ConfigError("there is no such metric")
+
+    monkeypatch.setattr(pool, "_wait", take_in, raising=False)
+    pool._drain()
+    assert pool.running == []
+
+    def broken() -> None:
+        raise OSError("nothing works any more")
+
+    pool.running = ["a"]
+    monkeypatch.setattr(pool, "_wait", broken, raising=False)
+    pool._drain()
+    assert pool.running == ["a"], "who does not come to an end is left to be ended"
+
+
 def test_a_source_prunes_a_job_by_what_it_reports(field):
     words = [*TINY, *field.watch()]
     words += ["+callbacks.watch.hold=[1]", "trainer.max_steps=8", "sweep.slots=2"]
@@ -185,6 +247,7 @@ def test_a_terminal_sees_a_table_that_lives(tmp_path):
         (["output_root=a,b"], "output_root cannot be swept"),
         (["hydra.sweeper.params={output_root: 'a,b'}"], "output_root cannot be swept"),
         (["seed=1,2", "sweep.name=a/b"], "sweep.name=a/b: the name of a folder is needed"),
+        (["seed=1,2", "hydra.sweeper.max_batch_size=1"], "hydra.sweeper.max_batch_size=1: all jobs are one batch"),
         (["seed=1,2", "sweep.slots=0"], "sweep.slots=0: at least 1 is needed, or auto"),
         (["seed=1,2", "sweep.on_failure=ignore"], "sweep.on_failure=ignore: no such choice"),
     ],

@@ -4,12 +4,18 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shardwise.errors import ConfigError
+from shardwise.job import Job
+from shardwise.sweep.code import code_state
+from shardwise.sweep.ledger import Ledger
+from shardwise.sweep.source import Common, Outcome, Planned
 from sweeps import EVERY_STEP, Field, losses, stamps, wait_until
 from warm import Warm
 
@@ -166,6 +172,40 @@ def test_results_of_other_code_are_taken_only_on_request(field, monkeypatch):
     assert [row["code"]["commit"] for row in rows] == [first, first, git("rev-parse", "HEAD")]
     shared = json.loads((field.folder / "outputs/sweeps/mine/sweep.json").read_text())
     assert [one["jobs"] for one in shared["accepted"]] == [[row["key"] for row in rows[:2]]]
+
+
+def test_a_network_that_is_in_no_repository_is_code_too(tmp_path, monkeypatch):
+    """Results of a network of the user's that has been rewritten since are not those of now."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mynet.py").write_text("a = 1\n")
+    (tmp_path / "mynets" / "inner").mkdir(parents=True)
+    (tmp_path / "mynets" / "__init__.py").touch()
+    inner = tmp_path / "mynets" / "inner" / "net.py"
+    inner.write_text("a = 1\n")
+    assert "plugins" not in code_state()
+    assert code_state(["no_such_module"])["plugins"] == {"no_such_module": None}
+    both = ["mynet", "mynets.inner"]
+    first = code_state(both)
+    assert code_state(both) == first
+    assert "mynet" not in sys.modules
+    inner.write_text("a = 2\n")
+    second = code_state(both)
+    assert [name for name in both if second["plugins"][name] != first["plugins"][name]] == ["mynets.inner"]
+
+    # Written while the sweep runs: a job is what it was when it began.
+    (tmp_path / "sweep").mkdir()
+    ledger = Ledger(tmp_path / "sweep", plugins=["mynet"])
+    jobs = [Planned(Job({}, {}, "run", "/run"), key=key, number=1, label="") for key in ("x", "y")]
+    ledger.start(jobs[0], run_folder="/run", attempts=1)
+    (tmp_path / "mynet.py").write_text("a = 3\n")
+    ledger.end(Outcome(jobs[0], jobs[0].job, "completed", "", {"metrics": {}}))
+    ledger.start(jobs[1], run_folder="/run", attempts=1)
+    assert ledger.rows["x"]["code"] == ledger.code != ledger.rows["y"]["code"]
+    with pytest.raises(
+        ConfigError, match=r"1 of 2 jobs were run by other code \(.*, mynet \w{7}; now .*, mynet \w{7}\)"
+    ):
+        Ledger(tmp_path / "sweep", plugins=["mynet"]).check(Common({}, frozenset()), keys=[], allow_code_change=False)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ class ShardwiseSweeper(BasicSweeper):
         """Nothing: the launcher composes every job before it starts one, and to do so twice takes twice as long."""
 
     def sweep(self, arguments: list[str]) -> Any:
+        from shardwise.errors import ConfigError
         from shardwise.hydra_setup import check_countable, sweep_settings, swept_keys
         from shardwise.job import check_writable
         from shardwise.sweep.objective import check_settings
@@ -68,6 +69,11 @@ class ShardwiseSweeper(BasicSweeper):
         assert self.config is not None
         assert self.hydra_context is not None
         _check_no_agent()
+        if self.max_batch_size is not None:
+            raise ConfigError(
+                f"hydra.sweeper.max_batch_size={self.max_batch_size}: all jobs are one batch here, and "
+                f"sweep.slots is how many run side by side"
+            )
         loader = self.hydra_context.config_loader
         searched = swept_keys(self.params, arguments, loader=loader)
         check_swept(searched)
@@ -91,7 +97,6 @@ class ShardwiseSweeper(BasicSweeper):
             for path in made:
                 with contextlib.suppress(OSError):  # it holds something
                     path.rmdir()
-
 
     def _search(self, arguments: list[str], folder: Path) -> list[dict[str, Any]]:
         """Jobs that a study of Optuna's asks for, one by one, instead of those of a grid."""

@@ -159,7 +159,7 @@ def _experiment_folder(argv: list[str]) -> Path:
     def find(config: Config, overrides: list[str], choices: dict[str, Any]) -> None:
         folders.append(Path(config.output_root).absolute() / experiment_of(config, choices))
 
-    run_hydra(find, [*flags, *check_flags(argv)[1]])
+    run_hydra(find, [*flags, *check_flags(argv)[1], "hydra.mode=RUN"])  # sweep= would run all of its jobs
     return folders[0]
 
 
@@ -307,4 +307,5 @@ def sweep_planner(configs: Sequence[Config]) -> "Planner":
         check=Checker(check_plugged_in),
         check_places=check_places,
         experiment=experiment_of,
+        started=STARTED,
     )

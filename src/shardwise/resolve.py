@@ -471,7 +471,7 @@ def _limited(whole: int | None, limit: int | float | None) -> int | None:
     return max(1, int(limit * whole))
 
 
-def _check_limit(done: "Done", size: int, *, limit: int | float | None) -> None:
+def _check_limit(done: "Done", size: int, *, limit: int | float | None, instead: str) -> None:
     """Refuse epochs of a number of batches that are no longer as large as those that such epochs were made of."""
     if done.samples_seen == done.step * size or limit is None or (isinstance(limit, float) and limit == 1.0):
         return
@@ -479,8 +479,7 @@ def _check_limit(done: "Done", size: int, *, limit: int | float | None) -> None:
     same = f"batch.global_size={then}, or " if done.step and not rest else ""
     raise ConfigError(
         f"batch.global_size={size}: the {done.step} steps that are done saw {done.samples_seen} samples, and epochs of "
-        f"trainer.limit_train_batches={limit} cannot go on with batches of another size: type {same}"
-        f"trainer.max_epochs=null trainer.max_steps=<all steps>"
+        f"trainer.limit_train_batches={limit} cannot go on with batches of another size: type {same}{instead}"
     )
 
 
@@ -547,7 +546,8 @@ def resolve_steps(resolved: Resolved, num_samples: int | None, *, done: Done | N
         epochs = DEFAULT_EPOCHS
     if epochs is not None:
         if done is not None:
-            _check_limit(done, size, limit=trainer.limit_train_batches)
+            instead = "trainer.max_epochs=null trainer.max_steps=<all steps>"
+            _check_limit(done, size, limit=trainer.limit_train_batches, instead=instead)
         if limited and per_epoch is not None:
             totals.append(max(epochs * per_epoch, 0 if done is None else done.step))
         elif num_samples is not None:
@@ -628,12 +628,16 @@ def _warmup(resolved: Resolved, num_samples: int | None, *, done: Done | None) -
     samples = _warmup_samples(config, num_samples, size=size)
     if samples is None:
         return config.schedule.warmup_steps, config.schedule.warmup_steps
+    base = resolved.scaled.warmup_batch_size
+    if done is not None and base is None and _warmup_typed(config) == "warmup_epochs":
+        instead = "schedule.warmup_epochs=null schedule.warmup_samples=<all samples of the warm-up>"
+        _check_limit(done, size, limit=config.trainer.limit_train_batches, instead=instead)
     if done is not None and done.warmup is not None and done.warmup[0] == samples <= done.samples_seen:
         unscaled = done.warmup[1]  # the steps behind may have been of several sizes: only who made them knows
     else:
         behind = {} if done is None else {"done_steps": done.step, "done_samples": done.samples_seen}
         unscaled = schedules.warmup_in_steps(samples, batch_size=size, **behind)
-    if (base := resolved.scaled.warmup_batch_size) is None:
+    if base is None:
         return unscaled, unscaled
     # As many steps as at the base batch, so that there is no place to be kept.
     samples = _warmup_samples(config, num_samples, size=base)

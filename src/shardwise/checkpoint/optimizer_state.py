@@ -72,9 +72,7 @@ def load_optimizer(
     names = optimizer_names(plain_names(module), optimizer)
     then = sorted(name for group in saved["groups"] for name in group["params"])
     if then != sorted(names.values()):
-        raise ConfigError(
-            f"{stored.url} has an optimizer over other parameters: {len(then)} there, {len(names)} here"
-        )
+        raise ConfigError(f"{stored.url} has an optimizer over other parameters: {len(then)} there, {len(names)} here")
     groups = len(saved["groups"]), len(optimizer.param_groups)
     if groups[0] != groups[1]:
         raise ConfigError(

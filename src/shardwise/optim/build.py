@@ -31,7 +31,8 @@ def build_optimizer(
     """An optimizer over every parameter that requires a gradient.
 
     Where it knows weight decay, what is decayed and what is not (groups.py) stand in a group each, in this order and
-    whatever ``weight_decay`` is, so that a run can go on with another; not with another ``decay``. Muon has its hidden matrices in a group before them.
+    whatever ``weight_decay`` is, so that a run can go on with another; not with another ``decay``. Muon has
+    its hidden matrices in a group before them.
 
     The parameters may be plain tensors, DTensors, or both, on any meshes. Only DTensors: `foreach` is turned on where
     the class has it and nobody typed it or `fused`, because torch's own default then updates them one by one (AdamW on

@@ -26,8 +26,6 @@ _EXEMPT_NAME = re.compile(r"^bias$|embed|(emb|token)$")
 class Trained:
     """A parameter that requires a gradient."""
 
-    name: str
-    """The first, of several."""
     parameter: Parameter
     exempt: bool
     """Whether it is a norm's, a bias, or an embedding."""
@@ -51,20 +49,19 @@ def trained_parameters(source: nn.Module | Iterable[tuple[str, Parameter]]) -> l
     else:
         owned, named_exempt = list(_owned(source)), set(_named_exempt(source))
         output = next((m for m in reversed(list(source.modules())) if isinstance(m, nn.Linear)), None)
-    names: dict[Parameter, str] = {}
+    trained: dict[Parameter, None] = {}
     exempt: set[Parameter] = set()
     outside: set[Parameter] = set()
     for name, parameter, owner in owned:
         if not parameter.requires_grad:
             continue
-        names.setdefault(parameter, name)
+        trained[parameter] = None
         if name in named_exempt or _is_exempt(name, parameter, owner):
             exempt.add(parameter)
         if owner is not None and owner is output:
             outside.add(parameter)
     return [
-        Trained(name, p, exempt=p in exempt, hidden=p.ndim == 2 and p not in exempt and p not in outside)
-        for p, name in names.items()
+        Trained(p, exempt=p in exempt, hidden=p.ndim == 2 and p not in exempt and p not in outside) for p in trained
     ]
 
 

@@ -4,7 +4,7 @@ Everything in a run folder may come from a stranger: it is read as plain data, i
 """
 
 from shardwise.report.analysis import Analysis, analyse
-from shardwise.report.load import load_runs
+from shardwise.report.load import find_outputs, load_runs, newest_sweep
 from shardwise.report.runs import Curve, Run, Runs
 
-__all__ = ["Analysis", "Curve", "Run", "Runs", "analyse", "load_runs"]
+__all__ = ["Analysis", "Curve", "Run", "Runs", "analyse", "find_outputs", "load_runs", "newest_sweep"]

@@ -27,6 +27,8 @@ class Found:
     folders: list[Path] = field(default_factory=list)
     statuses: dict[Path, str] = field(default_factory=dict)
     """Folder -> how the job ended, by the list of its sweep."""
+    messages: dict[Path, str] = field(default_factory=dict)
+    """Folder -> what that list says of a job that failed."""
     skipped: list[tuple[str, str]] = field(default_factory=list)
     """(path, reason) of what is left out."""
 
@@ -62,12 +64,13 @@ def find_runs(folder: Path) -> Found:
         elif ".hydra" in names:
             found.skipped.append((str(path), "a run of another Hydra program"))
     for path in lists:
-        for run, status in _jobs(path, found):
+        for run, status, message in _jobs(path, found):
             if status == "skipped":
                 found.skipped.append((str(run), f"a job that never started, by {path}"))
             elif run.is_dir():
                 add(run)
                 found.statuses[run.resolve()] = status
+                found.messages[run.resolve()] = message
             else:
                 found.skipped.append((str(run), f"its folder is not there, though {path} names it"))
     return found
@@ -90,8 +93,8 @@ def _unreadable(error: OSError, found: Found) -> None:
     found.skipped.append((str(error.filename), f"cannot be read ({error.strerror})"))
 
 
-def _jobs(path: Path, found: Found) -> list[tuple[Path, str]]:
-    """(run folder, status) of every row of a sweep's list; a run that has moved along with its sweep is found."""
+def _jobs(path: Path, found: Found) -> list[tuple[Path, str, str]]:
+    """(run folder, status, message) of every row of a sweep's list; a run that has moved along with its sweep is found."""
     try:
         if path.stat().st_size > MAX_JOBS_BYTES:
             raise ValueError(f"it has more than {MAX_JOBS_BYTES >> 20} MiB")
@@ -107,7 +110,14 @@ def _jobs(path: Path, found: Found) -> list[tuple[Path, str]]:
         try:
             run = Path(row["run_folder"])
             moved = path.parent.parent.parent.joinpath(*run.parts[-2:])  # <root>/sweeps/<name>/jobs.json
-            jobs.append((moved if not run.is_dir() and moved.is_dir() else run, str(row.get("status"))))
+            message = row.get("message")
+            jobs.append(
+                (
+                    moved if not run.is_dir() and moved.is_dir() else run,
+                    str(row.get("status")),
+                    message[-20_000:] if isinstance(message, str) else "",
+                )
+            )
         except (TypeError, KeyError, OSError, ValueError):
             found.skipped.append((str(path), "a job in it has no run folder"))
     return jobs

@@ -1,12 +1,13 @@
 """What varies among runs, found out from their configurations, and how each run is called for it."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.report.runs import Run, Runs
 
-NO_MATTER = ("seed", "output_root", "plugins", "sweep", "launch", "logger", "checkpoint", "hydra", "rerun", "resume")
+NO_MATTER = ("seed", "experiment_name", "output_root", "plugins", "sweep", "launch", "logger", "checkpoint", "hydra", "rerun", "resume")
 NO_MATTER_KEYS = (
     *("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.enable_autolog_hparams"),
     *("trainer.enable_checkpointing", "trainer.log_every_n_steps", "trainer.default_root_dir", "trainer.profiler"),
@@ -16,7 +17,12 @@ OF_A_LINE = ("batch", "optimizer.lr")
 """Keys that a plot has on an axis; the others make a line each."""
 GOES_WITH_BATCH = ("trainer", "schedule", "optimizer", "batch")
 """Where a value that follows from the batch size (steps, warm-up) is no difference of its own."""
+CHOICES = ("_target_", "kind", "rule", "name")
+"""Last words of the keys that say which choice of its group a run has."""
 MISSING = "-"
+"""Of a run whose other settings leave no room for a key, such as the momentum of an optimizer that has none."""
+PART = re.compile(r", (?=[\w.]+=)")
+"""Between the parts of a description, whose values may have commas of their own."""
 MAX_PARTS = 10
 """Keys that a label names."""
 
@@ -48,11 +54,11 @@ def label_runs(runs: Runs) -> None:
 def short_names(keys: Iterable[str]) -> dict[str, str]:
     """Dotted key -> a name that a plot has room for, none of them twice."""
     keys = list(keys)
-    special = {"batch.global_size": "batch", "lr_scaling.rule": "rule", "lr_scaling": "rule"}
+    special = {"batch.global_size": "batch", "lr_scaling.rule": "rule"}
 
     def short(key: str) -> str:
         parts = key.split(".")
-        return special.get(key) or (parts[-2] if parts[-1] == "_target_" and len(parts) > 1 else parts[-1])
+        return special.get(key) or (parts[-2] if parts[-1] in CHOICES and len(parts) > 1 else parts[-1])
 
     shorts = [short(key) for key in keys]
     counts = Counter(shorts)
@@ -61,8 +67,23 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
 
 def describe(parts: dict[str, Any]) -> str:
     """``rule=linear, warmup_steps=50``."""
+    parts = {name: value for name, value in parts.items() if value != MISSING}
     said = [f"{name}={show(value)}" for name, value in list(parts.items())[:MAX_PARTS]]
     return ", ".join(said) + (f" and {len(parts) - MAX_PARTS} more" if len(parts) > MAX_PARTS else "")
+
+
+def telling(descriptions: Sequence[str], *, width: int) -> list[str]:
+    """What is particular to each of several descriptions, no two the same and none much longer than ``width``.
+
+    Parts that all of them have are left out; where what is left is too long, it is cut and numbered.
+    """
+    parts = [PART.split(text) for text in descriptions]
+    shared = set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else set()
+    own = [", ".join(part for part in split if part not in shared) for split in parts]
+    said = [text or whole for text, whole in zip(own, descriptions, strict=True)]
+    short = [text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width // 2) :]}" for text in said]
+    counts = Counter(short)
+    return [text if counts[text] == 1 else f"{at + 1}: {text[: width - 4]}" for at, text in enumerate(short)]
 
 
 def show(value: Any) -> str:
@@ -76,34 +97,46 @@ def show(value: Any) -> str:
 
 
 def _columns(runs: Sequence[Run], typed: Sequence[dict[str, str]]) -> dict[str, list[Any]]:
-    """Key -> its value in every run, for the keys that tell the runs apart.
+    """Key -> its value in every run as it was resolved, for the keys that tell the runs apart.
 
-    A word such as ``model=gpt`` stands for everything that follows from it.
+    The choice of a group, its ``_target_`` or the like, stands for everything that follows from it. What was typed
+    counts only where all runs say it, such as ``model=gpt_10m``: elsewhere a default may be the same.
     """
-    known: dict[str, None] = {}
-    for run in runs:
-        known.update(dict.fromkeys(run.settings))
+    known = dict.fromkeys(key for run in runs for key in run.settings)
     differing: dict[str, list[Any]] = {}
     for key in known:
-        values = [run.settings.get(key, MISSING) for run in runs]
-        if not _matters_not(key) and len({repr(value) for value in values}) > 1:
-            differing[key] = [_class_name(value) if key.endswith("_target_") else value for value in values]
-    words: dict[str, list[Any]] = {}
-    for key in dict.fromkeys(key for line in typed for key in line):
-        values = [line.get(key, MISSING) for line in typed]
-        if key not in known and not _matters_not(key) and len(set(values)) > 1:
-            words[key] = values
-    said = {key for line in typed for key in line}
-    explained: dict[str, list[str]] = {word: [] for word in words}
-    states = list(zip(*words.values(), strict=True)) if words else []
-    kept: dict[str, list[Any]] = {}
-    for key, values in differing.items():
-        word = next((word for word in words if key.startswith(f"{word}.") or word == "experiment"), None)
-        if word is not None and key not in said and _follows(values, states):
-            explained[word].append(key)
-        else:
-            kept[key] = values
-    return {**{word: values for word, values in words.items() if explained[word]}, **kept}
+        if _matters_not(key) or (any(run.settings.get(key) == "{}" for run in runs) and _has_below(key, known)):
+            continue
+        absent = "none" if key.endswith("._target_") else MISSING
+        values = [run.settings.get(key, absent) for run in runs]
+        if len({repr(value) for value in values}) > 1:
+            differing[key] = _class_names(values) if key.endswith("_target_") else values
+    choices = {key: values for key, values in differing.items() if key.rpartition(".")[2] in CHOICES}
+    for word in dict.fromkeys(key for line in typed for key in line):
+        said = [line[word] for line in typed if word in line]
+        chosen = any(key.rpartition(".")[0] == word for key in choices)
+        if len(said) == len(runs) and len(set(said)) > 1 and word not in known and not chosen:
+            choices[word] = said
+    explained: set[str] = set()
+    useful = []
+    for choice, states in choices.items():
+        group = choice.rpartition(".")[0] if choice in differing else choice
+        below = [
+            key
+            for key, values in differing.items()
+            if key != choice
+            and key not in OF_A_LINE
+            and (group == "experiment" or key.startswith(f"{group}."))
+            and _follows(values, states)
+        ]
+        explained.update(below)
+        useful += [choice] if choice in differing or below else []
+    kept = {choice: choices[choice] for choice in useful if choice not in explained}
+    return {**kept, **{key: values for key, values in differing.items() if key not in explained}}
+
+
+def _has_below(key: str, known: Iterable[str]) -> bool:
+    return any(other.startswith(f"{key}.") for other in known)
 
 
 def _line_columns(runs: Sequence[Run], columns: dict[str, list[Any]]) -> list[str]:
@@ -146,5 +179,8 @@ def _below(key: str, parents: Iterable[str]) -> bool:
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
-def _class_name(value: Any) -> Any:
-    return value.rpartition(".")[2] if isinstance(value, str) and value != MISSING else value
+def _class_names(values: Sequence[Any]) -> list[Any]:
+    """Classes without their modules, unless two of them are called the same."""
+    full = ["none" if value is None else value for value in values]
+    last = [value.rpartition(".")[2] if isinstance(value, str) else value for value in full]
+    return last if len(set(map(repr, last))) == len(set(map(repr, full))) else full

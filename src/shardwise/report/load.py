@@ -6,10 +6,28 @@ from pathlib import Path
 
 from shardwise.checkpoint.manifest import printable
 from shardwise.errors import ConfigError
-from shardwise.report.find import find_runs
+from shardwise.report.find import JOBS, find_runs
 from shardwise.report.labels import label_runs
 from shardwise.report.reading import first_line, read_run
 from shardwise.report.runs import Runs
+
+
+def find_outputs(name: str = "outputs") -> Path:
+    """The folder of outputs, here or, for a notebook that was started in a folder of its own, in the one above.
+
+    Raises:
+        ConfigError: it is in neither.
+    """
+    for folder in (Path(name), Path("..", name)):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"there is no {name}/ in {printable(Path.cwd())} or above it: run python train.py first")
+
+
+def newest_sweep(outputs: Path) -> Path:
+    """The folder of the sweep that was last at work and has runs, or ``outputs`` itself without any."""
+    lists = sorted((outputs / "sweeps").glob(f"*/{JOBS}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path.parent for path in lists if find_runs(path.parent).folders), outputs)
 
 
 def load_runs(folder: str | os.PathLike[str]) -> Runs:
@@ -23,7 +41,8 @@ def load_runs(folder: str | os.PathLike[str]) -> Runs:
     runs, skipped = [], list(found.skipped)
     for run_folder in found.folders:
         try:
-            runs.append(read_run(run_folder, status=found.statuses.get(run_folder.resolve())))
+            real = run_folder.resolve()
+            runs.append(read_run(run_folder, status=found.statuses.get(real), message=found.messages.get(real, "")))
         except (OSError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
             skipped.append((str(run_folder), _reason(error)))
     skipped = [(printable(where), printable(why)) for where, why in skipped]

@@ -5,6 +5,7 @@ import math
 import shlex
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,27 @@ import yaml
 
 from shardwise.checkpoint.manifest import printable
 from shardwise.metrics_file import read_lines
-from shardwise.report.runs import STATUSES, Curve, Run, number
+from shardwise.report.ending import reason_of
+from shardwise.report.runs import DAMAGED, STATUSES, Curve, Run, number
 
 MAX_BYTES = {"config.yaml": 2**20, "overrides.yaml": 2**20, "result.json": 2**24, "provenance.json": 2**26}
 MAX_METRICS_BYTES = 2**28
 MAX_VALUES = 20_000
 """Values in one configuration: an alias in YAML can say a gigabyte in a line."""
+MANY_BROKEN = 5
+"""Lines of metrics that can be broken without a word; together with BROKEN_SHARE."""
+BROKEN_SHARE = 0.1
 MAX_METRICS = 500
 """Names of metrics of one run."""
 
 
-def read_run(folder: Path, *, status: str | None = None) -> Run:
+def read_run(folder: Path, *, status: str | None = None, message: str = "") -> Run:
     """One run folder.
 
     Args:
         folder: the run's.
         status: how it ended by the list of its sweep, for a run that could not write so itself.
+        message: what that list says of its failure.
 
     Raises:
         ValueError: it is no run of a training, or what it holds cannot be understood.
@@ -49,6 +55,11 @@ def read_run(folder: Path, *, status: str | None = None) -> Run:
     known = result.get("status")
     if isinstance(result.get("metrics"), dict):
         result["metrics"] = dict(list(result["metrics"].items())[:MAX_METRICS])
+    metrics, held, broken = _curves(folder / "metrics.jsonl", batch=int(batch))
+    ended = known if known in STATUSES else (status if not result and status in STATUSES[1:] else "unfinished")
+    reason, log = reason_of(folder, result=result, listed=message) if ended in ("failed", "unfinished") else ("", "")
+    if damage := _damage(folder, held, broken, claimed=number(result.get("steps"))):
+        ended, reason = DAMAGED, damage
     return Run(
         folder=folder,
         config=config,
@@ -56,8 +67,10 @@ def read_run(folder: Path, *, status: str | None = None) -> Run:
         if isinstance(overrides, list)
         else [],
         result=result,
-        status=known if known in STATUSES else (status if not result and status in STATUSES[1:] else "unfinished"),
-        metrics=_curves(folder / "metrics.jsonl", batch=int(batch)),
+        status=ended,
+        metrics=metrics,
+        reason=reason,
+        log=log,
         typed_command=shlex.join(map(str, command))[:2000] if isinstance(command, list) else "",
         settings=dict(_flat({key: value for key, value in config.items() if key != "derived"})),
     )
@@ -70,13 +83,25 @@ class _Lines:
         self.steps, self.times, self.values = array("d"), array("d"), array("d")
 
 
-def _curves(path: Path, *, batch: int) -> dict[str, Curve]:
+def _damage(folder: Path, held: int, broken: int, *, claimed: float | None) -> str:
+    """What is wrong with the metrics as a whole; a few bad lines cost no more than themselves."""
+    if not held and claimed and (folder / "metrics.jsonl").exists():
+        return f"its metrics.jsonl holds no line that can be read, though it claims {claimed:,.0f} steps"
+    if broken >= MANY_BROKEN and broken > BROKEN_SHARE * held:
+        return f"{broken:,} of {held + broken:,} lines of its metrics.jsonl cannot be read"
+    return ""
+
+
+def _curves(path: Path, *, batch: int) -> tuple[dict[str, Curve], int, int]:
+    """The curves, and how many lines of the file were read and how many could not be."""
     _check_size(path, MAX_METRICS_BYTES)
     lines: dict[str, _Lines] = {}
     begun: float | None = None
+    held_lines = 0
     for step, metrics, when in read_lines(path):
         if not (0 <= step < 2**53 and math.isfinite(when)):
             continue
+        held_lines += 1
         begun = when if begun is None else begun
         for name, value in metrics.items():
             kind = type(value)
@@ -101,7 +126,15 @@ def _curves(path: Path, *, batch: int) -> dict[str, Curve]:
         values = np.where(np.isfinite(values), values, np.nan)
         samples = steps * float(batch) if seen is None else np.interp(steps, known, counted)
         curves[printable(name)] = Curve(steps, samples, np.asarray(held.times) - (begun or 0.0), values)
-    return curves
+    return curves, held_lines, _whole_lines(path) - held_lines
+
+
+def _whole_lines(path: Path) -> int:
+    """Lines with an end: one without was being written when the run was killed."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(partial(file.read, 2**20), b""))
 
 
 def _flat(plain: dict[str, Any], *, budget: int = MAX_VALUES) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 STATUSES = ("completed", "failed", "preempted", "pruned")
+DAMAGED = "damaged"
+"""The status of a run whose metrics cannot be read, whatever it says of itself: it is not compared."""
 
 
 def number(value: Any) -> float | None:
@@ -46,13 +48,17 @@ class Run:
     result: dict[str, Any]
     """result.json; empty if the run has not written it."""
     status: str
-    """completed, failed, preempted, pruned, or unfinished: running, or killed before it could say."""
+    """completed, failed, preempted, pruned, damaged, or unfinished: running, or killed before it could say."""
     metrics: dict[str, Curve]
     """Metric -> its values over the training."""
     typed_command: str = ""
     """The command line that started it, of a sweep too."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> plain value of the configuration, without ``derived``."""
+    reason: str = ""
+    """Why it failed, or what is damaged, in a line."""
+    log: str = ""
+    """The path of the log of the rank that failed first; empty without one."""
     label: str = ""
     series: str = ""
     varying: dict[str, Any] = field(default_factory=dict)
@@ -149,6 +155,10 @@ class Runs(Sequence[Run]):
     @property
     def completed(self) -> list[Run]:
         return [run for run in self if run.status == "completed"]
+
+    @property
+    def damaged(self) -> list[Run]:
+        return [run for run in self if run.status == DAMAGED]
 
     def metric_names(self) -> list[str]:
         """Every metric of any run, in its curves or at its end."""

@@ -1,12 +1,11 @@
 """What the runs show, in plain sentences; nothing that their numbers do not say."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 
 from shardwise.report.analysis import POINT, Analysis, is_number
-from shardwise.report.labels import short_names, show
+from shardwise.report.labels import MISSING, PART, short_names, show
 from shardwise.report.runs import STATUSES, Runs
 from shardwise.report.scaling import PERFECT
 
@@ -90,7 +89,7 @@ def _counted(runs: Runs) -> str:
 def _differences(runs: Runs) -> str:
     names, parts = short_names(runs.varying), []
     for key in runs.varying:
-        values = list(dict.fromkeys(run.varying[key] for run in runs))
+        values = list(dict.fromkeys(run.varying[key] for run in runs if run.varying[key] != MISSING))
         if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
             values.sort()
         parts.append(f"{names[key]} ({_listed([show(value) for value in values])})")
@@ -202,7 +201,7 @@ def _grouped(batches: dict[str, int] | dict[str, float], total: int) -> list[tup
 
 def _setting(series: str) -> str:
     """``rule=linear with warmup_steps=50 and width=8``: what can stand in a list, which has commas of its own."""
-    first, *others = re.split(r", (?=[\w.]+=)", series)
+    first, *others = PART.split(series)
     return f"{first} with {' and '.join(others)}" if others else first
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,17 @@ def held(folder: Path) -> Iterator[None]:
 class Ledger:
     """The rows of a sweep, in the memory of the one process that runs it, and in its folder.
 
+    Args:
+        folder: the sweep's.
+        plugins: packages of the user's, whose code counts too.
+
     Raises:
         ConfigError: what is there is damaged; it is left as it is.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.code = code_state()
+    def __init__(self, folder: Path, *, plugins: Sequence[str] = ()) -> None:
+        self.folder, self._plugins = folder, list(plugins)
+        self.code = code_state(self._plugins)
         self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in _read_rows(folder / ROWS)}
         self._shared = _read_shared(folder / SHARED)
 
@@ -150,10 +154,9 @@ class Ledger:
 
     def start(self, planned: Planned, *, run_folder: str, attempts: int) -> None:
         """A job, or another attempt at it, has begun."""
-        before = self.rows.get(planned.key, {})
-        self._put(
-            planned, run_folder=run_folder, status="running", attempts=attempts, seconds=before.get("seconds", 0.0)
-        )
+        seconds, code = self.rows.get(planned.key, {}).get("seconds", 0.0), code_state(self._plugins)
+        # Taken anew for each job: a user goes on writing while a long sweep runs.
+        self._put(planned, run_folder=run_folder, status="running", attempts=attempts, seconds=seconds, code=code)
 
     def end(self, outcome: Outcome) -> None:
         """A job, or an attempt at it, has ended."""
@@ -167,6 +170,7 @@ class Ledger:
             steps=result.get("steps"),
             seconds=round(outcome.seconds, 3),
             attempts=outcome.attempts,
+            code=self.rows.get(outcome.planned.key, {}).get("code", self.code),
         )
 
     def skip(self, planned: Planned, why: str) -> None:

@@ -157,6 +157,7 @@ class Planner:
         check: whether what is plugged in exists and takes its arguments.
         check_places: whether the places that a configuration names can be written, or read; raises ConfigError.
         experiment: from a configuration and the groups' choices to the name of the folder that holds the runs.
+        started: when the command was typed, in Unix seconds; ``launch.time_limit`` is the whole sweep's.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class Planner:
         check: Checker,
         check_places: Callable[[Config], None],
         experiment: Callable[[Config, dict[str, Any]], str],
+        started: float,
     ) -> None:
-        self._command = list(command)
+        self._command, self._started = list(command), started
         self._check, self._check_places, self._experiment = check, check_places, experiment
         self._checked: set[str] = set()
         now = time.time()
@@ -196,6 +198,7 @@ class Planner:
             run_id=f"{self._stamp}-{number}",
             in_sweep=True,
         )
+        job = replace(job, started=self._started)
         return Planned(job, key=key_of(resolved), number=number, label=label_of(overrides))
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def run_jobs(source: Source, *, folder: Path, sample: Planned) -> list[Outcome]:
     config, world = resolved.config, resolved.world
     slots = count_slots(config, world, total=source.total)
     with held(folder):
-        ledger = Ledger(folder)
+        ledger = Ledger(folder, plugins=config.plugins)
         keys = {planned.key for planned in source.rest()}
         notes = ledger.check(source.common(), keys=keys, allow_code_change=config.sweep.allow_code_change)
         with owned_signals(console=True, grace=3 * GRACE_SECONDS) as stop:
@@ -106,7 +106,7 @@ class _Pool:
         self.sweep = config.sweep
         self.slots = slots
         self.shares = Shares(slots)
-        self.display = Display(total=source.total, slots=slots)
+        self.display = Display(total=source.total, slots=slots, before=source.ended_before)
         self.outcomes: list[Outcome] = []
         self.running: list[_Running] = []
         self._ending: str | None = None
@@ -119,8 +119,7 @@ class _Pool:
             except Exception:  # the source's word, or a mistake of ours: what runs is not to be lost
                 self._ending = INTERRUPTED
                 self._ask(self.running)
-                with contextlib.suppress(Exception):
-                    self._drain()
+                self._drain()
                 self._end_at_once()
                 raise
             except BaseException:
@@ -142,8 +141,13 @@ class _Pool:
                 raise AssertionError("the source of the sweep's jobs waits for a job, and none runs")
 
     def _drain(self) -> None:
-        while self.running:
-            self._wait()
+        """Wait until every job has saved; what goes wrong with one is not to cost the others theirs."""
+        left = len(self.running) + 1
+        while 0 < len(self.running) < left:
+            with contextlib.suppress(Exception):
+                while self.running:
+                    left = len(self.running)
+                    self._wait()
 
     def _stopping(self) -> bool:
         if self.stop.requested is not None and self._ending is None:
@@ -184,7 +188,7 @@ class _Pool:
         self._start(_Running(planned, attempts=attempts + 1, seconds=seconds), job)
 
     def _start(self, one: _Running, job: Job, *, how: str = "") -> None:
-        one.job = replace(job, started=time.time())
+        one.job = job
         try:
             one.job = one.undo.enter_context(in_run_folder(one.job))
             share = self.shares.take(one.job.resolved().world)
@@ -210,7 +214,7 @@ class _Pool:
 
     def _wait(self) -> None:
         """Wait until something happens, at most until the next look at the metrics."""
-        wait([one.process.waits_for for one in self.running], POLL_SECONDS)
+        wait([what for one in self.running for what in one.process.waits_for], POLL_SECONDS)
         for one in list(self.running):
             ended = one.process.ended()
             lines = one.process.new_lines()
@@ -226,7 +230,7 @@ class _Pool:
     @staticmethod
     def _ask(running: Sequence[_Running]) -> None:
         """Ask jobs to save and end."""
-        for one in running:
+        for one in list(running):  # a signal may come while a job is taken in
             one.process.send(signal.SIGUSR1)
 
     # ---- a job ends ---------------------------------------------------------------------------------------------

@@ -45,9 +45,9 @@ class JobProcess:
         writer.close()
 
     @property
-    def waits_for(self) -> Any:
+    def waits_for(self) -> list[Any]:
         """What to wait for: the process has something to say, or has ended."""
-        return self._reader if self.answer is None else self._process.sentinel
+        return [self._process.sentinel, *([self._reader] if self.answer is None else [])]
 
     def send(self, one: signal.Signals) -> None:
         """A signal, if the process is there to get it."""
@@ -56,12 +56,15 @@ class JobProcess:
 
     def ended(self) -> bool:
         """Take in what has arrived; whether all is over. A process that hangs after its last word is killed."""
+        over = self._process.exitcode is not None  # before the look at the pipe: what it said last is in there
         if self.answer is None and self._reader.poll():
             try:
                 self.answer = self._reader.recv()
             except (EOFError, OSError):
                 self.answer = {}
             self._deadline = time.monotonic() + 2 * GRACE_SECONDS
+        elif self.answer is None and over:  # a child that it has left behind keeps the pipe open
+            self.answer = {}
         if self._process.exitcode is None and time.monotonic() > self._deadline:
             self._process.kill()  # it hangs in somebody's exit handler
             self._process.join()

@@ -65,7 +65,7 @@ class Search:
         self._plan, self._sample = plan, sample
         self._study: optuna.Study | None = None
         self._waiting: list[int] = []
-        self._counted = self._before = self._given = 0
+        self._counted = self._before = self._ended_before = self._given = 0
         self._trials: dict[int, optuna.Trial] = {}
         self._reported: dict[int, set[int]] = {}
         self._notes: list[str] = []
@@ -74,8 +74,12 @@ class Search:
 
     @property
     def total(self) -> int:
-        """Jobs of this start of the search; those whose values are known are not run again. Opens nothing yet."""
-        return max(self._trial_limit - self._before, self._given)
+        """All trials, those of earlier starts and those that make up for failed ones included. Opens nothing yet."""
+        return self._ended_before + max(self._trial_limit - self._before, self._given)
+
+    @property
+    def ended_before(self) -> int:
+        return self._ended_before
 
     @property
     def finished(self) -> bool:
@@ -196,8 +200,10 @@ class Search:
         self._check_same(study)
         study.pruner = pruner(self._settings.prune)
         trials = study.get_trials(deepcopy=False)
-        done = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or t.user_attrs.get("final")]
+        ended = [t for t in trials if t.state != TrialState.RUNNING]  # one may be called final and not be told yet
+        done = [t for t in ended if t.state != TrialState.FAIL or t.user_attrs.get("final")]
         self._waiting = [t.number for t in trials if t.state == TrialState.RUNNING]
+        self._ended_before = len(ended)
         self._before, self._counted = len(done), len(done) + len(self._waiting)
         if done:
             print(f"search {self._folder.name}: {len(done)} trials of an earlier start are known", flush=True)

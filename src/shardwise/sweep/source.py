@@ -74,6 +74,10 @@ class Source(Protocol):
         """Jobs in all, for what is printed; None where nobody knows."""
 
     @property
+    def ended_before(self) -> int:
+        """How many of them have ended under an earlier start, and are not handed out."""
+
+    @property
     def finished(self) -> bool:
         """Whether no job will be handed out any more."""
 

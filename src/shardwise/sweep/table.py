@@ -53,10 +53,11 @@ class Display:
     Args:
         total: jobs in all, None where nobody knows.
         slots: jobs side by side.
+        before: how many of all have ended under an earlier start.
     """
 
-    def __init__(self, *, total: int | None, slots: int) -> None:
-        self._total, self._slots = total, slots
+    def __init__(self, *, total: int | None, slots: int, before: int = 0) -> None:
+        self._total, self._slots, self._before = total, slots, before
         self._began = time.monotonic()
         self._running: dict[str, _Shown] = {}
         self._ended: list[Outcome] = []
@@ -113,7 +114,7 @@ class Display:
 
     def state(self) -> str:
         """``12 of 16 done, 1 failed, about 40 s left``."""
-        done, failed = len(self._ended), sum(outcome.status == "failed" for outcome in self._ended)
+        done, failed = self._before + len(self._ended), sum(outcome.status == "failed" for outcome in self._ended)
         parts = [f"{done} done" if self._total is None else f"{done} of {self._total} done"]
         if failed:
             parts.append(f"{failed} failed")
