@@ -186,7 +186,7 @@ def test_no_process_outlives_the_signals_to_the_parent(tmp_path, monkeypatch, fa
         (ledger,) = root.rglob("jobs.json")
         rows = json.loads(ledger.read_text())
         assert [(row["status"], row["message"]) for row in rows] == [
-            ("failed", "interrupted"),
+            ("preempted", "interrupted"),
             ("skipped", "interrupted"),
         ]
 

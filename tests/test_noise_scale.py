@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +18,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pool import RankPool
+from shardwise.build import check_callbacks
 from shardwise.checkpoint.saving import SaveCheckpoints
 from shardwise.errors import ConfigError
+from shardwise.hydra_setup import compose
 from shardwise.noise_scale import GradientNoiseScale
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.gradient_noise import NoiseScale, about, estimate, verdict
 from shardwise.parallel.initialise import materialise
+from shardwise.resolve import World, resolve_in
 from shardwise.strategies.precision import mesh_precision
 from shardwise.tracking import JsonlLogger
 from training import (
@@ -109,7 +114,15 @@ def test_averages_start_without_a_bias_and_are_divided_last() -> None:
     ],
 )
 def test_what_is_said_at_the_end(values: dict[str, float], line: str) -> None:
-    assert line in verdict(512, **values)
+    said = verdict(512, **values, measurements=5, more="")
+    assert line in said
+    assert "5 measurements" in said
+
+
+def test_a_few_measurements_are_no_estimate() -> None:
+    for number, shown in ((1, "1 measurement"), (4, "4 measurements")):
+        line = verdict(64, norm_sq=1.0, variance=60.0, measurements=number, more="callbacks.x.every_n_steps=2")
+        assert line == f"only {shown} of the gradient noise: no estimate (callbacks.x.every_n_steps=2)"
 
 
 def test_sizes_have_two_digits() -> None:
@@ -312,7 +325,7 @@ def refused(layout: str, accumulate: int, strategy: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("layout", "accumulate", "strategy", "message"),
     [
-        ("one", 1, {}, "type batch.accumulate=2 in place of batch.micro_size, or trainer.devices=2"),
+        ("one", 1, {}, "has only one: give MeshStrategy(accumulate=2), or train on 2 devices"),
         ("tp2", 2, {}, "split layers (strategy.tp=2)"),
         ("fsdp+tp4", 1, {}, "split layers (strategy.tp=2)"),
         ("fsdp2", 2, {"defer_gradient_sync": False}, "type strategy.defer_gradient_sync=true"),
@@ -383,7 +396,7 @@ def test_a_resumed_run_goes_on_with_its_averages(pool: RankPool, tmp_path: Path,
         assert lines_again == lines[1:]
 
 
-EVERY = "callbacks.noise_scale.every_n_steps=5"
+EVERY = "callbacks.noise_scale.every_n_steps=1"
 
 
 def test_a_run_says_at_its_end_how_its_batch_compares(train_py: Any) -> None:
@@ -395,11 +408,86 @@ def test_a_run_says_at_its_end_how_its_batch_compares(train_py: Any) -> None:
     ratio = metrics["noise_scale/gradient_variance"] / metrics["noise_scale/gradient_norm_sq"]
     assert metrics["noise_scale/critical_batch_size"] == pytest.approx(ratio)
     assert f"about {about(ratio)}:" in line
+    assert line.endswith("(20 measurements)")
+    assert metrics["noise_scale/measurements"] == 20
+
+    typed = ["callbacks=noise_scale", "batch.accumulate=2", "logger=none"]
+    few = train_py(*typed, "trainer.max_steps=40")
+    line = "only 2 measurements of the gradient noise: no estimate (callbacks.noise_scale.every_n_steps=2)"
+    assert line in few.stdout.splitlines()
+    assert "critical batch size" not in few.stdout
 
 
-def test_a_run_with_nothing_to_compare_is_one_line(train_py: Any) -> None:
-    run = train_py("callbacks=noise_scale", "logger=none", ok=False)
-    assert run.stderr.splitlines() == [
-        "error: callbacks=noise_scale compares gradients of two batch sizes, and one device with batch.accumulate=1 "
-        "has only one: type batch.accumulate=2 in place of batch.micro_size, or trainer.devices=2"
-    ]
+TWO = "compares gradients of two batch sizes, and "
+DEVICES = ", or trainer.devices=2"
+
+
+@pytest.mark.parametrize(
+    ("typed", "devices", "message"),
+    [
+        ([], 1, f"{TWO}one device with batch.accumulate=1 has only one: type batch.accumulate=2{DEVICES}"),
+        (["batch.micro_size=64"], 1, "type batch.accumulate=2 in place of batch.micro_size=64"),
+        (["batch.global_size=9"], 1, "type batch.accumulate=3"),
+        (["strategy.dp_replicate=1"], 1, "type batch.accumulate=2"),
+        (
+            ["batch.micro_size=auto"],
+            1,
+            f"{TWO}one device whose batch.micro_size=auto may be the whole batch has only one: type batch.accumulate=2 "
+            f"in place of batch.micro_size=auto{DEVICES}",
+        ),
+        (
+            ["batch.global_size=1"],
+            1,
+            f"{TWO}batch.global_size=1 has only one: type batch.global_size=2 batch.accumulate=2",
+        ),
+        (["strategy=tp"], 2, "does not measure split layers (strategy.tp=2): "),
+        (
+            ["strategy=fsdp", "strategy.defer_gradient_sync=false", "batch.accumulate=2"],
+            2,
+            "type strategy.defer_gradient_sync=true",
+        ),
+        (["batch.micro_size=auto"], 2, None),
+        (["batch.accumulate=2"], 1, None),
+        (["strategy=fsdp"], 2, None),
+    ],
+)
+def test_a_configuration_is_refused_with_what_can_be_typed_instead(
+    typed: list[str], devices: int, message: str | None
+) -> None:
+    def check(*overrides: str, devices: int) -> None:
+        config = compose(["callbacks=noise_scale", *overrides])
+        check_callbacks(resolve_in(config, World(1, devices, "cpu", "local", "told by the test")))
+
+    if message is None:
+        check(*typed, devices=devices)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(*typed, devices=devices)
+    text = str(caught.value)
+    assert message in text
+    assert text.endswith(message) or "split layers" in message
+    for advice in text.rpartition(": type ")[2].split(", or ") if ": type " in text else []:
+        words, _, replaced = advice.partition(" in place of ")
+        key = replaced.partition("=")[0] or "batch.micro_size=auto"
+        if words == "trainer.devices=2":
+            check(*typed, devices=2)
+        else:
+            check(*(one for one in typed if not one.startswith(key)), *words.split(), devices=devices)
+
+
+def test_a_run_with_nothing_to_compare_is_one_line_and_leaves_nothing(train_py: Any) -> None:
+    for typed in ([], ["batch.micro_size=auto"], ["strategy=tp", "trainer.devices=2"]):
+        run = train_py("callbacks=noise_scale", "logger=none", *typed, ok=False)
+        (line,) = run.stderr.splitlines()
+        assert line.startswith("error: callbacks=noise_scale ")
+        assert run.stdout == ""
+        assert not run.output_root.exists()
+
+
+def test_a_run_that_was_measured_is_evaluated_on_one_device(train_py: Any) -> None:
+    typed = ["callbacks=noise_scale", "batch.accumulate=2", "trainer.max_steps=1", "model=mlp", "logger=none"]
+    run = train_py(*typed, "schedule.warmup_steps=0")
+    command = [sys.executable, "-m", "shardwise", "eval", str(run.run_folder), f"output_root={run.output_root}"]
+    evaluated = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "noise_scale" in (run.run_folder / "config.yaml").read_text()

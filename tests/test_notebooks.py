@@ -58,6 +58,28 @@ def test_the_notebooks_run_over_a_fresh_sweep(
     assert "Final test/accuracy against the learning rate" in plots
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_in_its_own_folder_without_a_sweep_and_after_a_failure(
+    notebook: Path, train_py, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: TrainRun = train_py(*SWEEP[1:])
+    failed = run.run_folder.with_name("99999999-000000-failed")
+    failed.mkdir()
+    for name in ("config.yaml", "overrides.yaml", "provenance.json"):
+        (failed / name).write_bytes((run.run_folder / name).read_bytes())
+    (failed / "result.json").write_text(json.dumps({"status": "failed", "steps": 0, "metrics": {}}))
+    (run.output_root.parent / "notebooks").mkdir()
+    monkeypatch.chdir(run.output_root.parent / "notebooks")
+    (plots,) = [shown for shown in run_notebook(notebook) if shown is not None]
+    assert plots.count("data:image/png;base64,") >= 1
+    said = capsys.readouterr().out
+    assert "2 runs " in said
+    if notebook.stem == "first_look":
+        assert run.run_folder.name in said
+        assert "completed after" in said
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_defines_no_logic_and_holds_no_output(notebook: Path) -> None:
     for source in cells(notebook):

@@ -61,8 +61,13 @@ def test_the_two_commands_come_first_and_are_targets_of_the_makefile() -> None:
         assert f"\n{target}:" in makefile
 
 
+def is_about_sweeps(line: str) -> bool:
+    return "sweep" in line
+
+
 def is_about_checkpoints(line: str) -> bool:
-    return any(word in line for word in ("checkpoint.", "resume=", "init_from=", "-m shardwise "))
+    words = ("checkpoint.", "resume=", "init_from=", "-m shardwise ")
+    return any(word in line for word in words) and not is_about_sweeps(line)
 
 
 @pytest.mark.slow
@@ -70,13 +75,15 @@ def test_every_command_runs(folder: Path) -> None:
     ran = 0
     for line in commands():
         example = "spirals" in line
-        if line.startswith(("make ", "source ")) or "rerun=" in line or (is_about_checkpoints(line) and not example):
+        if line.startswith(("make ", "source ")) or "rerun=" in line or is_about_sweeps(line):
+            continue
+        if is_about_checkpoints(line) and not example:
             continue
         whole = "--help" in line or example
         result = run(line, folder, *([] if whole else SHORTER))
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
         ran += 1
-    assert ran >= 7
+    assert ran >= 5
     learned = next(iter((folder / "outputs" / "custom").glob("*/result.json")))
     assert json.loads(learned.read_text())["metrics"]["val/accuracy"] > 0.95, "the README's own example learns"
     again = next(line for line in commands() if "rerun=" in line)
@@ -122,6 +129,29 @@ def test_the_commands_about_checkpoints(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").is_file()
     assert (tmp_path / "predictions.npz").is_file()
     assert len(rest) >= 7
+
+
+@pytest.mark.slow
+def test_the_commands_about_sweeps(tmp_path: Path) -> None:
+    """In their order: a grid from its file, typed twice, one of the user's own, a search, and the report."""
+    lines = [line for line in commands() if is_about_sweeps(line)]
+    grid, own, search, report = lines
+    few = ["batch.global_size=64,256", "lr_scaling=none,linear", "schedule.warmup_epochs=0", "seed=0", "sweep.slots=2"]
+    short = ["model.width=8", "trainer.max_epochs=2"]
+    for jobs in (4, 0):
+        result = run(grid, tmp_path, *few, *short)
+        assert result.returncode == 0, f"{grid}\n{result.stdout}\n{result.stderr}"
+        assert len(re.findall(r"^job \d/4 started", result.stdout, flags=re.MULTILINE)) == jobs
+    for line, more in (
+        (own, SHORTER),
+        (search, ["sweep.trials=2", "sweep.slots=2", "trainer.max_epochs=2", "logger=none"]),
+    ):
+        result = run(line, tmp_path, *more, "model=mlp", "model.width=8")
+        assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
+    result = run(report, tmp_path)
+    assert result.returncode == 0, result.stderr
+    page = tmp_path / "outputs" / "sweeps" / "batch_scaling_digits" / "report" / "report.html"
+    assert "rule=linear" in page.read_text(encoding="utf-8")
 
 
 def test_the_figures_are_those_that_were_measured() -> None:

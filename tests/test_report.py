@@ -17,6 +17,8 @@ import yaml
 from shardwise.errors import ConfigError
 from shardwise.report import analyse, load_runs
 from shardwise.report.command import main
+from shardwise.report.labels import telling
+from shardwise.report.page import table
 from shardwise.report.plots import make_plots
 from shardwise.report.scaling import Target, derive_target, first_crossing, perfect_steps, regions
 from shardwise.report.summary import by_setting, sentences
@@ -50,10 +52,12 @@ def write_run(
     (folder / "overrides.yaml").write_text(yaml.safe_dump(typed))
     (folder / "provenance.json").write_text(json.dumps({"command": ["python", "train.py", "-m", "a=<b>"]}))
     lines = [{"step": step, "time": 1000.0 + step / 10, "val/loss": loss} for step, loss in (curve or {}).items()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines += [{"step": step, "time": 2000.0, "noise_scale/critical_batch_size": noise} for step in range(5) if noise]
+    if lines:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if status is not None:
         steps = max(curve) if curve else 10
-        metrics = {"test/accuracy": final} | ({"noise_scale/critical_batch_size": noise} if noise else {})
+        metrics = {"test/accuracy": final}
         (folder / "result.json").write_text(
             json.dumps({"status": status, "steps": steps, "seconds": 2.0, "metrics": metrics})
         )
@@ -172,8 +176,8 @@ def test_means_bands_and_the_best_rate(tmp_path: Path) -> None:
     assert (best.final.middle, best.final.low, best.final.high, best.final.count) == pytest.approx(
         (0.91, 0.90, 0.92, 2)
     )
-    assert found.not_a_number == 3
-    assert any("3 completed runs ended with no number (NaN)" in line for line in sentences(found))
+    assert len(found.diverged) == 3
+    assert any("3 runs diverged, not shown (3 completed by test/accuracy" in line for line in sentences(found))
 
 
 def test_how_far_a_rule_holds_is_said_for_each(tmp_path: Path) -> None:
@@ -195,7 +199,7 @@ def test_a_batch_that_diverges_ends_what_holds(tmp_path: Path) -> None:
         write_run(tmp_path / str(batch), batch=batch, final=final)
     found = analyse(load_runs(tmp_path))
     assert found.holds_to("all runs") == 64
-    assert any("at batch 128 it is nan" in line for line in sentences(found))
+    assert any("at batch 128 every run diverged" in line for line in sentences(found))
 
 
 # ---- what varies ---------------------------------------------------------------------------------------------------
@@ -205,10 +209,27 @@ def test_runs_are_called_for_what_varies(tmp_path: Path) -> None:
     for at, (rule, batch, seed) in enumerate([("none", 64, 0), ("linear", 128, 1), ("linear", 64, 0)]):
         write_run(tmp_path / str(at), rule=rule, batch=batch, seed=seed)
     runs = load_runs(tmp_path)
-    assert runs.varying == ["batch.global_size", "lr_scaling"], "the group's word stands for the key that follows"
+    assert runs.varying == ["batch.global_size", "lr_scaling.rule"], "the choice, by the key that says it"
     assert runs[1].label == "batch=128, rule=linear, seed=1"
     assert [run.series for run in runs] == ["rule=none", "rule=linear", "rule=linear"]
     assert "model=mlp" in runs.shared
+
+
+def test_a_default_is_what_it_resolves_to_typed_or_not(tmp_path: Path) -> None:
+    optimizers: dict[str, dict[str, Any]] = {
+        "AdamW": {"betas": [0.9, 0.99], "lr": 0.01},
+        "SGD": {"momentum": 0.9, "lr": 0.01},
+    }
+    for at, (typed, name) in enumerate([("", "AdamW"), ("optimizer=adamw", "AdamW"), ("optimizer=sgd", "SGD")]):
+        folder = write_run(tmp_path / str(at), seed=at)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config["optimizer"] = {"_target_": f"torch.optim.{name}", **optimizers[name]}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "overrides.yaml").write_text(yaml.safe_dump([typed] if typed else []))
+    runs = load_runs(tmp_path)
+    assert [run.series for run in runs] == ["optimizer=AdamW", "optimizer=AdamW", "optimizer=SGD"]
+    assert "They differ in optimizer (AdamW, SGD); seed (3 values)." in sentences(analyse(runs))
+    assert len(analyse(runs).cells) == 2, "the seeds of a default pool"
 
 
 def test_what_goes_with_the_batch_makes_no_line_of_its_own(tmp_path: Path) -> None:
@@ -315,6 +336,52 @@ def test_damaged_lines_of_metrics_cost_no_more_than_themselves(tmp_path: Path) -
     assert np.isnan(curve.values).tolist() == [False, False, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (bytes(range(128, 256)) * 4, "no line that can be read, though it claims 10 steps"),
+        (b"[1,2]", "no line that can be read"),
+        (b'{"step": 1, "val/loss": 1.0}\n' * 3 + b"[1,2]\n" * 6, "6 of 9 lines of its metrics.jsonl cannot be read"),
+    ],
+)
+def test_a_run_whose_metrics_are_damaged_is_named_and_counted(
+    content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "good", final=0.5)
+    (write_run(tmp_path / "bad", final=0.9) / "metrics.jsonl").write_bytes(content)
+    page = report(tmp_path)
+    said = capsys.readouterr().out
+    assert "2 runs: 1 completed, 1 damaged." in said
+    assert re.search(rf"damaged \S*/bad: .*{re.escape(why)}", said)
+    assert "The highest test/accuracy is 0.5" in said
+    assert why in page
+
+
+@pytest.mark.parametrize("recorded", ["by its rank", "by its sweep"])
+def test_a_run_that_failed_says_why_and_where_its_log_is(recorded: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "good")
+    folder = write_run(tmp_path / "bad", status="failed")
+    why = "Traceback (most recent call last):\n  boom()\nValueError: <b>too</b> much\n"
+    (folder / "ranks").mkdir()
+    if recorded == "by its rank":
+        for rank, time in ((0, 2.0), (3, 1.0)):
+            record = {"rank": rank, "time": time, "lost_peer": False, "config_error": False, "message": "too much"}
+            text = json.dumps({**record, "traceback": why if rank else "later"})
+            (folder / "ranks" / f"failure_{rank}.json").write_text(text)
+            (folder / "ranks" / f"rank_{rank}.log").write_text("")
+        log = folder / "ranks" / "rank_3.log"
+    else:
+        log = folder / "ranks" / "rank_0.log"
+        log.write_text("")
+        rows = [{"run_folder": str(folder), "status": "failed", "message": f"{why.strip()}; its log: {log}"}]
+        (tmp_path / "jobs.json").write_text(json.dumps(rows))
+    run = load_runs(tmp_path)[0]
+    assert (run.reason, run.log) == ("ValueError: <b>too</b> much", str(log))
+    page = report(tmp_path)
+    assert "ValueError: &lt;b&gt;too&lt;/b&gt; much" in page
+    assert f"log: <code>{log}</code>" in page
+
+
 def test_runs_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     names = ["run-1", "run-2", "run-10", "run-11b", "run-100"]
     for seed, name in enumerate(reversed(names)):
@@ -397,7 +464,7 @@ def test_the_page_is_complete_in_itself_and_says_what_each_plot_shows(tmp_path: 
     figures = text.split("<figure")[1:]
     assert len(figures) >= 7
     for figure in figures:
-        assert re.search(r"<h3>\S", figure)
+        assert re.search(r"<h3 title=[^>]*>\S", figure)
         assert re.search(r"<figcaption>[^<]{60,}", figure)
         assert "prefers-color-scheme: dark" in figure
     pngs = sorted(path.name for path in (tmp_path / "report" / "plots").iterdir())
@@ -405,7 +472,7 @@ def test_the_page_is_complete_in_itself_and_says_what_each_plot_shows(tmp_path: 
     expected += ["metric_against_lr_2", "samples_to_target", "steps_to_target", "time_to_target"]
     assert pngs == [f"{name}.png" for name in expected]
     said = str(page)
-    assert "The gradient noise puts the critical batch size at about 100 samples" in said
+    assert "critical batch size at about 100 samples (median; range 100 to 100, 20 runs" in said
     caption, rules = re.findall(r"<figcaption>([^<]*)<details><summary>How it is measured</summary>([^<]*)<", text)[0]
     assert caption.count(". ") < 4, "a few sentences in plain sight"
     assert "twice the batch, half the steps" in caption
@@ -465,6 +532,69 @@ def test_one_collapsed_setting_leaves_the_others_apart(best: float, tmp_path: Pa
         assert {"0.5", "0.9", "0.98"} <= set(ticks)
         assert ("1" in ticks) == (best == 1.0)
         assert axes.get_ylabel().endswith("accuracy (log scale of the error)")
+
+
+def test_runs_that_diverge_flatten_no_others_and_are_counted(tmp_path: Path) -> None:
+    for at in range(8):
+        wild = {2: 1e13, 3: math.nan}.get(at)
+        curve = {step: 2.0 / step if wild is None or step < 3 else wild for step in range(1, 6)}
+        folder = write_run(tmp_path / str(at), curve=curve, batch=64 * 2 ** (at // 2), lr=0.01 * (1 + at % 2))
+        result = json.loads((folder / "result.json").read_text())
+        result["metrics"] = {"val/loss": None if wild and math.isnan(wild) else curve[5]}
+        (folder / "result.json").write_text(json.dumps(result))
+    from shardwise.report.figure import LIGHT, drawing
+
+    found = analyse(load_runs(tmp_path))
+    (said,) = (line for line in sentences(found) if "diverged, not shown" in line)
+    assert said.startswith(
+        "2 runs diverged, not shown (2 by val/loss; 2 completed by val/loss, left out of means): 2, 3"
+    )
+    plots = {plot.name: plot for plot in make_plots(found)[0]}
+    for name in ("loss_over_steps", "metric_against_batch", "metric_against_lr"):
+        assert "2 runs diverged, not shown." in plots[name].caption
+        with drawing(LIGHT):
+            assert plots[name].draw(LIGHT).axes[0].get_ylim()[1] < 10
+
+
+def test_a_tick_is_a_number_that_fits() -> None:
+    from shardwise.report.figure import count
+
+    shown = [count(value) for value in (0, 1e-5, 0.01, 250, 2500, 20_000, 3e6, 2e9, 1e13, 1e15, 2.5e30)]
+    assert shown == ["0", "1e-5", "0.01", "250", "2,500", "20k", "3M", "2G", "1e13", "1e15", "2.5e30"]
+
+
+def test_a_legend_names_what_differs() -> None:
+    long = "a very long name that all of them have in common, with a comma"
+    series = [f"data={long}, depth={depth}, width=8" for depth in range(8)]
+    assert telling(series, width=40) == [f"depth={depth}" for depth in range(8)]
+    middles = [f"folder={'x' * 50}{at}{'y' * 50}" for at in range(8)]
+    assert len(set(telling(middles, width=40))) == 8
+    assert max(map(len, telling(middles, width=40))) <= 40
+
+
+def test_long_values_are_called_for_what_tells_them_apart(tmp_path: Path) -> None:
+    for at in range(2):
+        write_run(tmp_path / str(at), note=f"{'x' * 50}{'AB'[at]}{'y' * 50}")
+    assert [run.series for run in load_runs(tmp_path)] == ["note=…xxxxxxAyyyyyy…", "note=…xxxxxxByyyyyy…"]
+
+
+def test_noise_scales_of_few_measurements_are_not_told(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    lines = [{"step": at, "noise_scale/critical_batch_size": 10.0 * 2**at} for at in range(5)]
+    for count, expected in ((4, None), (5, "about 40 samples (median; range 10 to 160, 1 run with at least 5 meas")):
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:count]))
+        said = [line for line in sentences(analyse(load_runs(tmp_path))) if "critical batch size" in line]
+        assert len(said) == (expected is not None)
+        assert expected is None or expected in said[0]
+
+
+def test_the_table_begins_with_what_came_out(tmp_path: Path) -> None:
+    for at in range(3):
+        write_run(tmp_path / str(at), **{f"key{number}": number + at for number in range(20)})
+    heads, rows = table(analyse(load_runs(tmp_path)))
+    assert heads[:3] == ["run", "status", "test/accuracy"]
+    assert sum(head.startswith("key") for head in heads) == 8
+    assert [shown for shown, _ in rows[0]["cells"][:3]] == ["0", "completed", "0.9"]
 
 
 def test_accuracies_close_together_stand_on_an_even_axis(tmp_path: Path) -> None:

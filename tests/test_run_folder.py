@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,10 @@ import yaml
 
 from checkout import ROOT
 from shardwise.config import from_plain
+from shardwise.hydra_setup import compose
 from shardwise.job import make_job, with_folder
 from shardwise.resolve import World
+from shardwise.summary import next_commands, not_finite
 
 SMALL = ["model=mlp", "model.width=8", "trainer.max_steps=4", "schedule.warmup_steps=0", "trainer.log_every_n_steps=1"]
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -90,6 +94,67 @@ def test_what_a_learning_rate_rule_changes_is_shown_and_kept(train_py):
     derived = read(run.run_folder, "config.yaml")["derived"]
     assert (derived["effective_lr"], derived["warmup_steps"]) == (0.001, 2), "the warm-up lay behind"
     assert "effective_betas" not in derived
+
+
+def test_a_loss_that_is_not_finite_is_said_loudly(train_py):
+    run = train_py(*SMALL, "optimizer=muon", "optimizer.lr=1e30", "lr_scaling.base_batch_size=16", "logger=none")
+    first = next(line["step"] for line in run.metrics if line.get("train/loss", 0.0) is None)
+    (line,) = [line for line in run.stdout.splitlines() if "NOT FINITE" in line]
+    assert line.startswith("WARNING: NOT FINITE: ")
+    assert "test/loss is nan, train/loss is nan" in line
+    assert line.endswith(
+        f"; the logged train/loss was not finite first at step {first}: try a smaller optimizer.lr (it is 1e+30), or "
+        f"trainer.gradient_clip_val=1.0"
+    )
+    table = re.findall(r"^(optimizer|note) +(.*?) *$", run.stdout, re.MULTILINE)
+    whole = int(re.search(r"^parameters +(\d+),", run.stdout, re.MULTILINE)[1])
+    hidden = 64 * 8 + 8 * 8  # two layers; the head and the biases are not
+    assert table == [
+        ("optimizer", f"Muon on {hidden:,} parameters, AdamW on {whole - hidden:,}"),
+        (
+            "note",
+            "lr_scaling.base_batch_size=16 has no effect with lr_scaling=none (rules: linear, sqrt, adam_sde, legw)",
+        ),
+    ]
+
+
+def test_a_loss_is_not_blamed_for_a_metric_of_the_users(tmp_path):
+    job = made_job(tmp_path)
+    assert not_finite(job, {"test/loss": 1.0}) is None
+    Path(job.run_folder).mkdir(parents=True)
+    (Path(job.run_folder) / "metrics.jsonl").write_text('{"step": 3, "train/loss": 0.5}\n')
+    line = not_finite(job, {"test/loss": 1.0, "mine": math.inf})
+    assert line == "WARNING: NOT FINITE: mine is inf; every logged train/loss was finite"
+    line = not_finite(made_job(tmp_path, "trainer.gradient_clip_val=0.5"), {"test/loss": math.nan})
+    assert line.endswith("try a smaller optimizer.lr (it is 0.001)"), "gradients are clipped"
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ([], "-m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=64"),
+        (["batch.global_size=256"], "-m batch.global_size=128,512 lr_scaling=linear lr_scaling.base_batch_size=256"),
+        (["batch.global_size=3"], "-m batch.global_size=6,12 lr_scaling=linear lr_scaling.base_batch_size=3"),
+        (
+            ["lr_scaling=sqrt", "batch.global_size=256", "lr_scaling.base_batch_size=128"],
+            "lr_scaling=sqrt lr_scaling.base_batch_size=128 -m batch.global_size=128,512",
+        ),
+        (["lr_scaling=none"], "lr_scaling=none -m batch.global_size=32,128"),
+        (
+            ["lr_scaling.base_batch_size=16"],
+            "-m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=16",
+        ),
+    ],
+)
+def test_the_sweep_that_is_proposed_keeps_the_rule(tmp_path, typed, words):
+    (line,) = [line for line in next_commands(made_job(tmp_path, *typed)) if " -m batch" in line]
+    assert line.endswith(f"train.py {words}")
+
+
+def made_job(tmp_path, *typed):
+    world = World(num_nodes=1, devices=1, accelerator="cpu", launch="in-process", reason="")
+    config = replace(compose(list(typed)), output_root=str(tmp_path))
+    return make_job(config, world, experiment="x", overrides=typed, command=["python", "train.py"], run_id="same")
 
 
 def test_a_folder_explains_its_run_without_a_secret_and_repeats(train_py, tmp_path, monkeypatch):

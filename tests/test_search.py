@@ -96,6 +96,8 @@ def settings(**fields: Any) -> SweepConfig:
         ({"trials": None}, "sweep.search=tpe: how many jobs"),
         ({"metric": None}, "sweep.search=tpe: what is it after"),
         ({"metric": ["val/loss", "val/loss"]}, "the same metric twice"),
+        ({"metric": "val/lss"}, "sweep.metric=val/lss; did you mean 'val/loss'. If not: is a small or a large value"),
+        ({"storage": "foo.db"}, "sweep.storage=foo.db: a URL is needed: type sweep.storage=sqlite:///foo.db"),
         ({"metric": "val/f1"}, "sweep.metric=val/f1: is a small or a large value good"),
         ({"metric": ["val/loss", "val/accuracy"], "mode": "min"}, "sweep.mode=min: 1 for 2 metrics"),
         ({"metric": ["val/loss", "val/accuracy"], "prune": "median"}, "sweep.prune=median: .* sweep.metric has 2"),
@@ -264,7 +266,7 @@ def test_a_trial_that_was_about_to_fail_for_good_counts_once(tmp_path):
 def test_a_job_that_was_asked_to_end_stays_open(tmp_path):
     sweep = Sweep(tmp_path / "s", trials=1)
     sweep.end(sweep.next(), "preempted")
-    assert "1 trials: 0 completed, 1 not at their end" in sweep.closing()
+    assert "1 trial: 0 completed, 1 not at their end" in sweep.closing()
     assert Sweep(tmp_path / "s", trials=1).run(valley).labels == sweep.labels
 
 

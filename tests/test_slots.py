@@ -179,7 +179,7 @@ def test_what_goes_wrong_inside_is_one_line_with_the_values() -> None:
         (["data.val_fractoin=0.1"], "data.val_fractoin: Digits has no such argument; did you mean 'val_fraction'?"),
         (["data=imagefolder", "data.path=/no/such/folder"], "data.path=/no/such/folder"),
         (["optimizer.lrr=1"], "optimizer.lrr: AdamW has no such argument; did you mean 'lr'?"),
-        (["optimizer.betas=[2,3]"], "torch.optim.adamw.AdamW refuses its arguments"),
+        (["optimizer.betas=[2,3]"], "optimizer.betas=[2, 3]: each has to be at least 0 and below 1"),
         (["callbacks=early_stopping", "callbacks.early_stopping.patient=3"], "callbacks.early_stopping.patient: "),
         (["logger=csv", "logger.nam=x"], "logger.nam: CSVLogger has no such argument; did you mean 'name'?"),
         (["task.label_smoothin=1"], "task.label_smoothin: Classification has no such argument; did you mean"),

@@ -118,7 +118,7 @@ def test_after_a_failure_the_rest_is_left_out(train_py):
     assert not Path(rows[1]["run_folder"]).exists()
     assert "no/such" in run.stderr
     assert f"{rows[0]['run_folder']}/ranks/rank_0.log" in run.stdout
-    assert "3 of 3 jobs did not complete" in run.stderr.splitlines()[-1]
+    assert "3 of 3 jobs did not complete (1 failed, 2 not started); see" in run.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The pool of a sweep: jobs side by side in fresh processes, failures told and tried again, a table that lives."""
 
+import io
 import json
+import math
 import os
 import pty
 import re
@@ -8,24 +10,29 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 import shardwise.cli
 from checkout import ROOT
 from shardwise.config import Config, from_plain
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import compose
+from shardwise.job import Job
 from shardwise.resolve import World
+from shardwise.sweep.grid import Grid
 from shardwise.sweep.planning import check_name, check_swept, modules_of
 from shardwise.sweep.pool import _Pool
+from shardwise.sweep.process import in_a_line
 from shardwise.sweep.slots import Shares, automatic_slots, count_slots
-from shardwise.sweep.table import duration
+from shardwise.sweep.source import Outcome, Planned
+from shardwise.sweep.table import Display, duration, show_end
 from sweeps import EVERY_STEP, TINY, Field, losses, wait_until
 from warm import Warm
 
@@ -89,17 +96,18 @@ def test_failures_are_told_at_once_and_again_at_the_end(field):
     for number in (1, 3):
         log = f"{rows[number - 1]['run_folder']}/ranks/rank_0.log"
         said = f"RuntimeError: planted for seed {number}"
-        assert f"job {number}/4 failed: Traceback" in errors
-        assert f"{said}; its log: {log}" in errors
-        assert f"job {number} failed: " in out
-        assert said in out[out.index("4 jobs, ") :]
+        (line,) = [line for line in errors.splitlines() if line.startswith(f"job {number}/4 failed in ")]
+        assert line.endswith(f"): {said}; its log: {log}")
+        assert f"job {number} failed: {said}; its log: {log}" in out[out.index("4 jobs, ") :].splitlines()
         assert said in Path(log).read_text()
+    assert len(errors.splitlines()) == 3
     assert errors.splitlines()[-1].startswith("error: 2 of 4 jobs did not complete; see ")
+    assert out.splitlines().count("sweep.metric=test/accuracy names the best job") == 1
     # A job's own output goes to its log only.
     assert "run folder:" not in out
     assert "run folder:" in (Path(rows[1]["run_folder"]) / "ranks" / "rank_0.log").read_text()
     assert "job 2/4 completed in " in out
-    assert "(2 of 4 done, 1 failed, about " in out
+    assert "(1 of 4 done, 1 failed, about " in out
 
 
 def test_a_failed_job_is_tried_again_from_its_checkpoint(field):
@@ -112,7 +120,9 @@ def test_a_failed_job_is_tried_again_from_its_checkpoint(field):
     assert begun == [(1, 0), (1, 2), (2, 0), (2, 2), (3, 0)]
     assert [step for step, _ in losses(rows[0])] == [1, 2, 3, 4, 5]
     assert "job 1/3 is tried again from its newest checkpoint: seed=1" in out
-    assert errors.count("retry 1 of 1") == 2
+    assert [line[:16] for line in errors.splitlines() if "(retry 1 of 1): RuntimeError" in line] == [
+        *("job 1/3 failed i", "job 2/3 failed i")
+    ]
     assert "1 of 3 jobs did not complete" in errors.splitlines()[-1]
 
 
@@ -249,6 +259,8 @@ def test_a_terminal_sees_a_table_that_lives(tmp_path):
         (["seed=1,2", "sweep.name=a/b"], "sweep.name=a/b: the name of a folder is needed"),
         (["seed=1,2", "hydra.sweeper.max_batch_size=1"], "hydra.sweeper.max_batch_size=1: all jobs are one batch"),
         (["seed=1,2", "sweep.slots=0"], "sweep.slots=0: at least 1 is needed, or auto"),
+        (["seed=range(3,3)"], "seed=range(3,3): there is no value in it"),
+        (["optimizer.lr=choice()"], "optimizer.lr=choice(): choice(): empty choice is not legal"),
         (["seed=1,2", "sweep.on_failure=ignore"], "sweep.on_failure=ignore: no such choice"),
     ],
 )
@@ -328,6 +340,103 @@ def test_the_template_imports_what_the_jobs_name() -> None:
     modules = modules_of([config])
     assert {"shardwise.data.digits", "torch.optim", "wandb"} <= set(modules)
     assert not any(module.startswith("somebody") for module in modules)
+
+
+def outcome(number: int, label: str, status: str = "completed", **metrics: float) -> Outcome:
+    job = Job({"sweep": {"metric": "val/loss"}}, {}, f"run-{number}", f"/runs/{'long' * 10}/{number}")
+    planned = Planned(job, key=label, number=number, label=label)
+    return Outcome(planned, job, status, "", {"steps": 20_000, "metrics": metrics}, seconds=125.0)
+
+
+LABELS = [f"optimizer.lr=0.00{n} model.width={n} batch.global_size={n * 1000}" for n in (1, 2)]
+WORD, NUMBERS = {"val/loss": 0.51, "test/loss": 0.52}, {"val/loss": 0.61, "test/loss": math.nan}
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_cuts_overrides_only(capsys, width):
+    outcomes = [outcome(1, LABELS[0], "preempted", **WORD), outcome(2, LABELS[1], **NUMBERS)]
+    show_end(outcomes, folder=Path("/s"), closing=[], width=width)
+    title, heading, *rows = capsys.readouterr().out.splitlines()
+    assert title == "2 jobs, /s"
+    assert all(len(row.rstrip()) <= width for row in (heading, *rows))
+    assert heading.split()[2:] == ["status", "val/loss", "test/loss"]
+    assert rows[0].startswith("1    lr=0.001")
+    assert rows[0].split()[-3:] == ["preempted", "0.51", "0.52"]
+    assert rows[1].split()[-4:] == ["completed,", "nan", "0.61", "nan"]
+
+    display = Display(total=3, slots=1)
+    for one in outcomes:
+        display.ended(one)
+    running = outcome(3, LABELS[0] + "3").planned
+    display.started(running, running.job)
+    display.progress(running, [(12_345, {"train/loss": 0.5, "val/loss": 0.25, "val/accuracy": 0.75})])
+    display._console = Console(width=width, file=io.StringIO())
+    display._console.print(display._table())
+    lines = [line.rstrip() for line in display._console.file.getvalue().splitlines()]
+    assert all(len(line) <= width for line in lines)
+    assert "preempted  20,000  2 min 5 s  " in lines[1]
+    assert re.search(r"^3 .* running  +12,345  0\.\d s", lines[3])
+
+
+def test_all_fits_a_file(capsys):
+    show_end([outcome(1, LABELS[0], **WORD)], folder=Path("/s"), closing=["best"])
+    title, heading, row, last = capsys.readouterr().out.splitlines()
+    assert (title, last) == ("1 job, /s", "best")
+    assert "run folder" in heading
+    assert LABELS[0] in row
+    assert row.rstrip().endswith("long/1")
+
+
+def test_what_is_told_of_a_job(capsys):
+    display = Display(total=4, slots=1)
+    display.ended(outcome(1, "a=1", **{"test/loss": math.nan, "test/accuracy": 0.1, "val/loss": 1.0}))
+    display.ended(outcome(2, "a=2", **{"test/loss": 0.3, "val/loss": math.nan}))
+    display.ended(outcome(3, "a=3", "pruned", **{"val/loss": 3.5, "train/loss": 2.0}))
+    lines = capsys.readouterr().out.splitlines()
+    assert ": test/accuracy 0.1  test/loss nan: diverged (1 of 4 done, about " in lines[0]
+    assert ": test/loss 0.3  val/loss nan: diverged (" in lines[1]
+    assert "job 3/4 pruned in 2 min 5 s: val/loss 3.5 (3 of 4 done, " in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rank 1 was ended by SIGKILL", "rank 1 was ended by SIGKILL"),
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 1\n    f(x)\n    ^^^^\nKeyError: 1\n\nDuring handling '
+            'of the above:\n\nTraceback (most recent call last):\n  File "b.py", line 2\n    g()\n    ^^^\n'
+            "ValueError: boom\n    and more\nrank 0 failed first; its log: /x",
+            "ValueError: boom and more",
+        ),
+    ],
+)
+def test_a_failure_in_a_line(text, line):
+    assert in_a_line(text) == line
+
+
+def planned_jobs(*overrides: str, config: Sequence[dict] | None = None) -> list[Planned]:
+    command = ["python", "train.py", "-m", "seed=3", "a=1,1"]
+    return [
+        Planned(
+            Job({"sweep": {}, **(config[n] if config else {})}, {}, "", "", ["seed=3", one], command),
+            key=one,
+            number=n + 1,
+            label="",
+        )
+        for n, one in enumerate(overrides)
+    ]
+
+
+def test_equal_jobs_are_run_once(capsys):
+    grid = Grid(planned_jobs("a=1", "a=2", "a=1", "a=4"))
+    assert grid.total == 3
+    assert [(one.number, one.label) for one in grid.rest()] == [(1, "a=1"), (2, "a=2"), (3, "a=4")]
+    grid.common()
+    assert capsys.readouterr().out == "note: 1 job is the same as another and is left out\n"
+    assert [one.label for one in Grid(planned_jobs("a=1", "a=1")).rest()] == ["a=1"]
+    # Those that differ in what decides no numbers are two.
+    logged = planned_jobs("a=1", "a=1", config=[{"logger": {}}, {"logger": {"x": 1}}])
+    assert [one.key for one in Grid(logged).rest()] == ["a=1", "a=1#2"]
 
 
 def test_durations() -> None:

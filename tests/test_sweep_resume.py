@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.job import Job
 from shardwise.sweep.code import code_state
+from shardwise.sweep.going_on import same_command
 from shardwise.sweep.ledger import Ledger
 from shardwise.sweep.source import Common, Outcome, Planned
 from sweeps import EVERY_STEP, Field, losses, stamps, wait_until
@@ -96,11 +98,48 @@ def test_asked_to_end_it_saves_all_that_runs_and_goes_on_the_next_time(field):
     rows = field.rows("mine")
     assert [(row["status"], row["message"]) for row in rows] == [("preempted", "")] * 2 + [("skipped", "interrupted")]
     assert [row["steps"] for row in rows] == [3, 3, None]
+    assert "(0 of 3 done, 2 preempted)" in field.out
+    said, command = field.out.splitlines()[-2:]
+    assert said == "2 preempted, 1 not started; go on with:"
+    assert command.endswith(" sweep.name=mine")
     (field.folder / "jobs").unlink()
     field.run(*words)
     begun = sorted((line["seed"], line["step"]) for line in field.seen if line["what"] == "start")
     assert begun == [(1, 3), (2, 3), (3, 0)]
     assert [row["status"] for row in field.rows("mine")] == ["completed"] * 3
+
+
+def test_asked_twice_it_names_its_folder_and_goes_on_the_next_time(field):
+    words = ["seed=1,2", "sweep.name=mine", *EVERY_STEP, "+callbacks.watch.hold=[1]"]
+    parent = field.start(*words)
+    wait_until(lambda: (field.folder / "held_1_0").exists() or parent.poll() is not None)
+    os.kill(parent.pid, signal.SIGQUIT)
+    parent.wait(60)
+    assert [(row["status"], row["message"]) for row in field.rows("mine")] == [
+        *(("preempted", "interrupted"), ("skipped", "interrupted"))
+    ]
+    said = field.out.splitlines()[-3:]
+    assert said[0] == f"ended at once; the jobs are listed in {field.folder}/outputs/sweeps/mine/jobs.json"
+    assert said[1] == "1 preempted, 1 not started; go on with:"
+    (field.folder / "go").touch()
+    (field.folder / "jobs").unlink()
+    field.run(*words)
+    assert [(line["seed"], line["step"]) for line in field.seen if line["what"] == "start"] == [(1, 2), (2, 0)]
+
+
+def test_the_command_by_which_a_sweep_goes_on() -> None:
+    folder = Path("/x/outputs/sweeps/20300101-000000-0")
+    typed = ["-m", "seed=1,2", "sweep.name=old", "--config-dir", "my conf", "logger.api_key=hush", "a='x y'"]
+    for start in (["train.py"], ["-m", "shardwise", "train"]):
+        job = Job({}, {}, "run", "/run", command=["python", *start, *typed])
+        command = same_command(job, folder=folder)
+        assert command.count("--config-dir") == 1
+        assert "hush" not in command
+        words = shlex.split(command)
+        assert words[words.index("my conf") + 1 :][:2] == ["-m", "seed=1,2"]
+        assert words[-2:] == ["a='x y'", "sweep.name=20300101-000000-0"]
+        assert "sweep.name=old" not in words
+    assert "sweep.name" not in same_command(job, folder=Path("/elsewhere/of_hydra"))
 
 
 def test_a_failed_job_is_run_anew_and_nothing_is_overwritten(field):
@@ -124,7 +163,8 @@ def test_another_configuration_asks_for_another_name(field):
     _, errors = field.run(*words, "optimizer.lr=0.5", status=2)
     assert errors.splitlines() == [
         "error: sweep.name=mine was run with another configuration: optimizer.lr was 0.001 and is 0.5: type a new "
-        "sweep.name (only what is swept may change), or the values of then"
+        "sweep.name (only what is swept may change), or the values of then, or remove "
+        f"{field.folder}/outputs/sweeps/mine"
     ]
     assert {path: path.read_bytes() for path in (field.folder / "outputs").rglob("*.json")} == before
     # What a job is told and by whom does not matter, and neither does a grid that has shrunk, or another key of it.

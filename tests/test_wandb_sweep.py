@@ -116,7 +116,7 @@ def test_what_an_agent_began_goes_on_in_its_run(tmp_path, service, monkeypatch):
     assert runs == [("theirs", RUN), ("mine", "other")]
 
 
-@pytest.mark.slow
+@pytest.mark.proofs
 def test_the_example_under_the_agent_itself(watched, service, monkeypatch):  # noqa: F811
     """`wandb agent` takes the example's command from the service, runs it, and ends."""
     root = watched / "outputs"

@@ -71,6 +71,23 @@ def check_slots(config: Config, dims: ParallelDims | None = None) -> None:
         _check_layout(config, data, dims)
 
 
+def check_callbacks(resolved: Resolved) -> None:
+    """Whether every callback can do its work in this training, where its class says so before anything starts.
+
+    A callback's class may define ``check_resolved(cls, resolved)``, a classmethod that raises ConfigError; it is called
+    before ranks are launched, and not for ``eval`` and ``predict``.
+
+    Raises:
+        ConfigError: what a callback objects to.
+    """
+    config = resolved.config
+    for name, node in config.callbacks.items():
+        target = find_target("callbacks", node, plugins=config.plugins, where=f"callbacks.{name}")
+        check = getattr(target, "check_resolved", None)
+        if inspect.ismethod(check):  # a classmethod
+            check(resolved)
+
+
 def _check_layout(config: Config, data: Any, dims: ParallelDims) -> None:
     """Whether the model can be laid out so; where it cannot be built yet, its ranks will find out."""
     wanted = {key for slot in (config.task, config.model) for key, value in slot.items() if value == AUTO}
@@ -197,6 +214,12 @@ def _optimizers(task: pl.LightningModule, resolved: Resolved, steps: Steps) -> C
 def notes_on(task: nn.Module, config: Config) -> list[str]:
     """What a person should know before the numbers come."""
     notes = []
+    scaling = config.lr_scaling
+    if scaling.rule == "none" and scaling.base_batch_size is not None:
+        notes.append(
+            f"lr_scaling.base_batch_size={scaling.base_batch_size} has no effect with lr_scaling=none "
+            f"(rules: linear, sqrt, adam_sde, legw)"
+        )
     layers = batch_statistics_layers(task)
     if layers:
         shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")

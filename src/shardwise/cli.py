@@ -244,8 +244,13 @@ def experiment_of(config: Config, choices: dict[str, Any]) -> str:
     return str(name).replace("/", "_")
 
 
-def check_plugged_in(resolved: Resolved) -> None:
-    """Whether what the user plugs in exists and takes its arguments; imports it, and torch with it."""
+def check_plugged_in(resolved: Resolved, *, trains: bool = True) -> None:
+    """Whether what the user plugs in exists and takes its arguments; imports it, and torch with it.
+
+    Args:
+        resolved: the configuration.
+        trains: whether the callbacks are for training, and have to go with its batch and layout.
+    """
     from shardwise.slots import check_names
 
     config = resolved.config
@@ -256,9 +261,11 @@ def check_plugged_in(resolved: Resolved) -> None:
         from shardwise.launch import warm_up
 
         warm_up()
-    from shardwise.build import check_slots
+    from shardwise.build import check_callbacks, check_slots
 
     check_slots(config, resolved.dims)
+    if trains:
+        check_callbacks(resolved)
 
 
 def run_sweep(composed: list[tuple[Config, list[str], dict[str, Any]]], folder: Path) -> list[dict[str, Any]]:

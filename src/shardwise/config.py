@@ -240,7 +240,7 @@ class ScheduleConfig:
     kind: str = field(default="cosine", metadata=choices("cosine", "linear", "constant", "wsd"))
     """Shape after the warm-up."""
     warmup_steps: int = field(default=0, metadata=limits(least=0))
-    """Optimizer steps of linear warm-up."""
+    """Optimizer steps of linear warm-up; under lr_scaling=legw steps are those of the base batch and stay."""
     warmup_samples: int | None = field(default=None, metadata=limits(least=0))
     """The same in samples, instead of warmup_steps."""
     warmup_epochs: float | None = field(default=None, metadata=limits(least=0))
@@ -257,7 +257,8 @@ class LRScalingConfig:
 
     rule: str = field(default="none", metadata=choices("none", "linear", "sqrt", "adam_sde", "legw"))
     """none, linear (Goyal et al. 2017), sqrt (Krizhevsky 2014), adam_sde (Malladi et al. 2022: Adam's betas and eps
-    too) or legw (You et al. 2019: sqrt, and a warm-up of as many steps as at the base batch)."""
+    too) or legw (You et al. 2019: sqrt, and a warm-up of as many steps as at the base batch: one in samples or
+    epochs grows, schedule.warmup_steps are those of the base batch and stay)."""
     base_batch_size: int | None = field(default=None, metadata=limits(least=1))
     """Global batch, in samples, for which optimizer.lr was found."""
     corrections: bool = True

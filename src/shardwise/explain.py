@@ -62,11 +62,11 @@ def check_overrides(overrides: Sequence[str], groups: Mapping[str, Sequence[str]
     for text in overrides:
         try:
             parsed = parser.parse_override(text)
-        except HydraException:
-            raise ConfigError(_unreadable(text, groups)) from None
+        except HydraException as error:
+            raise ConfigError(_unreadable(text, groups, str(error))) from None
         group = parsed.key_or_group
         if not group:
-            raise ConfigError(_unreadable(text, groups))
+            raise ConfigError(_unreadable(text, groups, ""))
         if group in groups and not parsed.is_delete() and not parsed.is_sweep_override():
             _check_choice(text, parsed, group, groups[group])
 
@@ -82,8 +82,10 @@ def _check_choice(text: str, parsed: Override, group: str, names: Sequence[str])
     )
 
 
-def _unreadable(text: str, groups: Mapping[str, Sequence[str]]) -> str:
+def _unreadable(text: str, groups: Mapping[str, Sequence[str]], error: str) -> str:
     key, equals, value = text.partition("=")
+    if match := re.search(r"\w+ while evaluating '(.*)': (.*)", error):
+        return f"{text}: {match[1]}: {match[2].strip()}; as in {key}=choice(1,2), range(1,9) or interval(0.1,0.9)"
     if not equals or not key.lstrip("+~"):
         owners = [group for group, names in groups.items() if text in names]
         hint = f"did you mean {owners[0]}={text}?" if owners else "--help lists what can be typed"
@@ -117,6 +119,8 @@ def explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> str:
     if match := re.search(r"Ambiguous value for argument '([^']*)'", text):
         key, _, value = match[1].partition("=")
         return f"{match[1]}: several values are a sweep (-m {match[1]}), and a list is {key}=[{value}]"
+    if match := re.search(r"Sweep parameters? '(.*)' requires --multirun", text):
+        return f"{match[1]}: several values are a sweep, which -m starts: type -m '{match[1]}'"
     for link in chain:
         if isinstance(link, OmegaConfBaseException) and link.full_key:
             return _explain_key(str(link.full_key), str(link).splitlines()[0], groups)

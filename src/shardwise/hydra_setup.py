@@ -247,13 +247,17 @@ def check_countable(params: Mapping[str, Any], typed: Sequence[str], *, loader: 
     """Whether a grid can count its values.
 
     Raises:
-        ConfigError: a key has an interval.
+        ConfigError: a key has an interval, or a range without a value.
     """
     parser = OverridesParser.create(config_loader=loader)
     for text in [*(f"{key}={value}" for key, value in params.items()), *typed]:
         with contextlib.suppress(HydraException):  # the sweeper says what it cannot read
-            if parser.parse_override(text).is_interval_sweep():
-                key = text.partition("=")[0]
+            override, key = parser.parse_override(text), text.partition("=")[0]
+            if override.is_range_sweep() and not list(override.sweep_iterator()):
+                raise ConfigError(
+                    f"{text}: there is no value in it, as its end is not one of them: {key}=range(1,4) is 1,2,3"
+                )
+            if override.is_interval_sweep():
                 raise ConfigError(
                     f"{text}: an interval has no end of values for a grid: type some ({key}=1,2,3), or search it with "
                     f"sweep.search=tpe sweep.trials=20 sweep.metric=val/loss"

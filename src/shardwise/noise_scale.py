@@ -10,9 +10,11 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.grad_norm import local_gradients, total_norm
 from shardwise.parallel.gradient_noise import NoiseScale, estimate
 from shardwise.parallel.own_gradients import OwnGradients
+from shardwise.resolve import Resolved
 from shardwise.strategies import MeshStrategy
 from shardwise.strategies.micro_batches import batch_samples
 
@@ -29,7 +31,8 @@ class GradientNoiseScale(Callback):
 
     Logged on measured steps, in samples (of a language model: windows): ``noise_scale/critical_batch_size``, the ratio
     tr(Sigma) / |G|^2, left out while one of the two is not positive; ``noise_scale/gradient_norm_sq``, |G|^2 of the
-    true gradient; and ``noise_scale/gradient_variance``, tr(Sigma) for one sample. The last two are moving averages.
+    true gradient; ``noise_scale/gradient_variance``, tr(Sigma) for one sample; and ``noise_scale/measurements``, their
+    number so far. The norm and the variance are moving averages.
 
     What is assumed: samples are drawn independently, and where losses are weighted by what is counted (targets that are
     not ignored), what counts is too; shares are weighted by their counts. Where all windows count the same, nothing is
@@ -56,6 +59,30 @@ class GradientNoiseScale(Callback):
         self._samples = 0
         self._found: Tensor | None = None
 
+    @classmethod
+    def check_resolved(cls, resolved: Resolved) -> None:
+        """The same before anything is launched, with what the configuration can be changed to.
+
+        Raises:
+            ConfigError: nothing could be measured so.
+        """
+        batch, dims = resolved.batch, resolved.dims
+        _check(dims, accumulate=batch.accumulate, defers=resolved.config.strategy.defer_gradient_sync)
+        if dims.dp_size > 1:
+            return
+        auto = resolved.config.batch.micro_size == "auto"
+        if batch.global_size == 1:
+            why = "batch.global_size=1"
+        elif auto:
+            why = "one device whose batch.micro_size=auto may be the whole batch"
+        else:
+            why = "one device with batch.accumulate=1"
+        if auto or batch.accumulate == 1:
+            raise ConfigError(
+                f"callbacks=noise_scale compares gradients of two batch sizes, and {why} has only one: type "
+                f"{_ways_to_two_sizes(resolved)}"
+            )
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
@@ -64,20 +91,11 @@ class GradientNoiseScale(Callback):
             raise ConfigError(
                 f"GradientNoiseScale needs Trainer(strategy=MeshStrategy(...)), not {type(strategy).__name__}"
             )
-        if strategy.dims.tp > 1:
-            raise ConfigError(
-                f"callbacks=noise_scale does not measure split layers (strategy.tp={strategy.dims.tp}): measure under "
-                f"strategy=ddp or fsdp, what it finds holds for every strategy"
-            )
+        _check(strategy.dims, accumulate=strategy.accumulate, defers=strategy.defers_gradient_sync)
         if strategy.dp_size == 1 and strategy.accumulate == 1:
             raise ConfigError(
-                "callbacks=noise_scale compares gradients of two batch sizes, and one device with batch.accumulate=1 "
-                "has only one: type batch.accumulate=2 in place of batch.micro_size, or trainer.devices=2"
-            )
-        if strategy.dims.uses_fsdp and strategy.accumulate > 1 and not strategy.defers_gradient_sync:
-            raise ConfigError(
-                f"callbacks=noise_scale sees no rank's own gradient with strategy.defer_gradient_sync=false and "
-                f"batch.accumulate={strategy.accumulate}: type strategy.defer_gradient_sync=true"
+                "callbacks=noise_scale compares gradients of two batch sizes, and one device without accumulation has "
+                "only one: give MeshStrategy(accumulate=2), or train on 2 devices"
             )
         strategy.own_gradients = self._own
 
@@ -114,6 +132,7 @@ class GradientNoiseScale(Callback):
         metrics = {
             "noise_scale/gradient_norm_sq": self.scale.norm_sq,
             "noise_scale/gradient_variance": self.scale.variance,
+            "noise_scale/measurements": float(self.scale.measurements),
         }
         critical, name = self.scale.critical_batch_size, "noise_scale/critical_batch_size"
         if critical is None:
@@ -138,6 +157,34 @@ class GradientNoiseScale(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scale.load_state_dict(state_dict)
+
+
+def _check(dims: ParallelDims, *, accumulate: int, defers: bool) -> None:
+    """Refuse a layout under which no rank's own gradient can be seen."""
+    if dims.tp > 1:
+        raise ConfigError(
+            f"callbacks=noise_scale does not measure split layers (strategy.tp={dims.tp}): measure under "
+            f"strategy=ddp or fsdp, what it finds holds for every strategy"
+        )
+    if dims.uses_fsdp and accumulate > 1 and not defers:
+        raise ConfigError(
+            f"callbacks=noise_scale sees no rank's own gradient with strategy.defer_gradient_sync=false and "
+            f"batch.accumulate={accumulate}: type strategy.defer_gradient_sync=true"
+        )
+
+
+def _ways_to_two_sizes(resolved: Resolved) -> str:
+    """What to type for a second batch size on one data-parallel rank: only what the other sizes allow."""
+    config, world, size = resolved.config, resolved.world, resolved.batch.global_size
+    micro = config.batch.micro_size
+    instead = "" if micro is None else f" in place of batch.micro_size={micro}"
+    if size == 1:
+        return f"batch.global_size=2 batch.accumulate=2{instead}"
+    least = next(number for number in range(2, size + 1) if size % number == 0)
+    free = -1 in (config.strategy.dp_replicate, config.strategy.dp_shard) and micro in (None, "auto")
+    if least == 2 and free and world.accelerator == "cpu" and world.launch != "torchrun":
+        return f"batch.accumulate={least}{instead}, or trainer.devices=2"
+    return f"batch.accumulate={least}{instead}"
 
 
 def _parts_square(module: LightningModule, *, ranks: int) -> Tensor:

@@ -1,9 +1,10 @@
 """What is printed before the first step and after the last."""
 
 import itertools
+import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.store import checkpoints_of
 from shardwise.errors import ConfigError
 from shardwise.job import Job, start_command
-from shardwise.optim.groups import count_decayed
+from shardwise.metrics_file import read_lines
+from shardwise.noise_scale import GradientNoiseScale
+from shardwise.optim import Muon
+from shardwise.optim.groups import count_decayed, count_hidden
 from shardwise.parallel.blocks import repeated_blocks
-from shardwise.parallel.gradient_noise import verdict
+from shardwise.parallel.gradient_noise import ENOUGH, verdict
 from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, Steps
 from shardwise.signals import PREEMPTED
+from shardwise.slots import find_target
 
 
 class StartUp(Callback):
@@ -85,6 +90,9 @@ def start_table(
         base = f" from base batch {scaling.base_batch_size}" if scaling.rule != "none" else ""
         rates = f"base {resolved.base_lr:g}, rule {scaling.rule}{base}: effective {resolved.lr:g}"
         table.add_row("learning rate", rates)
+        if is_muon(resolved):
+            by_muon, by_adamw = count_hidden(module)
+            table.add_row("optimizer", f"Muon on {by_muon:,} parameters, AdamW on {by_adamw:,}")
         if amount := resolved.optimizer.get("weight_decay"):
             some, every = count_decayed(module, decay=resolved.optimizer.get("decay", "matrices"))
             table.add_row("weight decay", f"{amount:g} on {some:,} of {every:,} parameters")
@@ -121,6 +129,15 @@ def rule_changes(resolved: Resolved, steps: Steps) -> list[str]:
     return changed
 
 
+def is_muon(resolved: Resolved) -> bool:
+    """Whether the optimizer steps some parameters with Muon and the others with AdamW."""
+    config = resolved.config
+    if not config.optimizer.get("_target_"):
+        return False
+    target = find_target("optimizer", config.optimizer, plugins=config.plugins)
+    return isinstance(target, type) and issubclass(target, Muon)
+
+
 def show_end(job: Job, result: dict[str, Any]) -> None:
     """The result, where it is, and what to type next."""
     values = sorted(result["metrics"].items())
@@ -129,9 +146,10 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
     shown = "  ".join(f"{name} {value:.4g}" for name, value in chosen)
     again = f" (exit status {PREEMPTED}: try again)" if result["status"] == "preempted" else ""
     print(f"\n{result['status']} after {counted(result['steps'], 'step')}{again}  {shown}")
-    noise = [result["metrics"].get(f"noise_scale/gradient_{part}") for part in ("norm_sq", "variance")]
-    if None not in noise:
-        print(verdict(job.resolved().batch.global_size, norm_sq=noise[0], variance=noise[1]))
+    if warning := not_finite(job, result["metrics"]):
+        print(warning)
+    if line := noise_verdict(job, result):
+        print(line)
     print(f"run folder: {job.run_folder}")
     if newest := newest_checkpoint(job):
         print(f"checkpoint: {newest}")
@@ -139,6 +157,52 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
         print("next:")
         for line in next_commands(job, status=result["status"]):
             print(f"  {line}")
+
+
+def not_finite(job: Job, metrics: Mapping[str, float]) -> str | None:
+    """One line on the metrics that came out as nan or infinite, since when, and what to try; None if there is none."""
+    wrong = [f"{name} is {value}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
+    if not wrong:
+        return None
+    loss = "train/loss"
+    lines = read_lines(Path(job.run_folder) / "metrics.jsonl")
+    logged = [(step, line[loss]) for step, line, _ in lines if loss in line]
+    first = next((step for step, value in logged if not math.isfinite(value)), None)
+    if first is not None:
+        since = f"; the logged {loss} was not finite first at step {first:,}"
+    elif logged:
+        since = f"; every logged {loss} was finite"
+    else:
+        since = ""
+    line = f"WARNING: NOT FINITE: {', '.join(wrong)}{since}"
+    if first is None and not any("loss" in one for one in wrong):
+        return line  # a metric of the user's, which the steps have not brought about
+    lr, clip = job.config["optimizer"].get("lr"), job.config["trainer"]["gradient_clip_val"]
+    ways = ["a smaller optimizer.lr" + ("" if lr is None else f" (it is {lr:g})")]
+    if clip is None or clip > 1:
+        ways.append("trainer.gradient_clip_val=1.0")
+    return f"{line}: try {', or '.join(ways)}"
+
+
+def noise_verdict(job: Job, result: Mapping[str, Any]) -> str | None:
+    """How the batch compares with the critical batch size; None where that was not measured."""
+    parts = ("gradient_norm_sq", "gradient_variance", "measurements")
+    found = [result["metrics"].get(f"noise_scale/{part}") for part in parts]
+    if None in found:
+        return None
+    often, steps = max(1, result["steps"] // (4 * ENOUGH)), result["steps"]
+    more = "more steps are needed"
+    for name, node in job.config["callbacks"].items():
+        ours = str(node.get("_target_")).endswith(GradientNoiseScale.__name__)
+        if ours and steps >= 2 * ENOUGH and often < node.get("every_n_steps", math.inf):
+            more = f"callbacks.{name}.every_n_steps={often}"
+    return verdict(
+        job.resolved().batch.global_size,
+        norm_sq=found[0],
+        variance=found[1],
+        measurements=int(found[2]),
+        more=more,
+    )
 
 
 def counted(number: int, noun: str) -> str:
@@ -159,15 +223,27 @@ def next_commands(job: Job, *, status: str = "completed") -> list[str]:
         return " ".join([start, *map(shlex.quote, without_secrets(typed))])
 
     other = "ddp" if job.config["strategy"]["name"] == "fsdp" else "fsdp"
-    sweep = "-m batch.global_size=32,128 lr_scaling=linear lr_scaling.base_batch_size=64"
     module = f"{start.split(' ')[0]} -m shardwise"
     export = f"{module} export {shlex.quote(job.run_folder)} --to model.safetensors" if newest_checkpoint(job) else None
     return [
         f"{same_but('strategy', 'trainer.devices', 'nodes')} strategy={other} trainer.devices=2",
-        f"{same_but('batch', 'lr_scaling')} {sweep}",
+        _sweep_of_batches(job, same_but),
         again,
         *filter(None, [export]),
     ]
+
+
+def _sweep_of_batches(job: Job, same_but: Callable[..., str]) -> str:
+    """The run at two other batch sizes, by the rule that is its own, or by one that starts from its own batch."""
+    resolved = job.resolved()
+    size, scaling = resolved.batch.global_size, resolved.config.lr_scaling
+    halves = size % (2 * resolved.dims.dp_size) == 0
+    sizes = f"-m batch.global_size={size // 2},{size * 2}" if halves else f"-m batch.global_size={size * 2},{size * 4}"
+    ruled = ("lr_scaling=", "lr_scaling.rule=")
+    if scaling.rule != "none" or any(override.lstrip("+").startswith(ruled) for override in job.overrides):
+        return f"{same_but('batch')} {sizes}"
+    rule = f"lr_scaling=linear lr_scaling.base_batch_size={scaling.base_batch_size or size}"
+    return f"{same_but('batch', 'lr_scaling')} {sizes} {rule}"
 
 
 def resume_command(job: Job) -> str | None:

@@ -229,7 +229,7 @@ class Use:
                 f"would leave gaps in the order of the samples: type it on one device, or leave it out"
             )
         check_writable(config.output_root)
-        check_plugged_in(resolved)
+        check_plugged_in(resolved, trains=False)
         from shardwise.actions import check_action
 
         options = check_action(self.action, config, self.options)

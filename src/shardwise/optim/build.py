@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -72,13 +72,61 @@ def build_optimizer(
     if "foreach" in known:
         arguments |= _foreach_for(parameters, arguments)
     groups = _groups(trained, target, decays="weight_decay" in known, everything=decay == "all")
+    for key, value in arguments.items():
+        if key in known:
+            _check_value(key, value, default=known[key].default)
     try:
-        return target(groups, **arguments)
+        return target(_copied(groups), **arguments)
     except ConfigError:
         raise
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         reason = " ".join(str(error).split())
+        if (guilty := _guilty(target, groups, arguments)) is not None:
+            raise ConfigError(
+                f"optimizer.{guilty}={_shown(arguments[guilty])}: {name} refuses it ({reason})"
+            ) from error
         raise ConfigError(f"{name} refuses its arguments ({reason}): correct optimizer.*") from error
+
+
+def _check_value(key: str, value: Any, *, default: Any) -> None:
+    """Refuse what an optimizer's own check does not name, or not in these words."""
+    if isinstance(default, tuple) and all(map(_numeric, default)):
+        shown = f"optimizer.{key}={_shown(value)}"
+        if not (isinstance(value, tuple) and len(value) == len(default) and all(map(_numeric, value))):
+            number = {2: "two", 3: "three"}.get(len(default), str(len(default)))
+            raise ConfigError(f"{shown}: {number} numbers are needed, such as optimizer.{key}={_shown(default)}")
+        if key == "betas" and not all(0 <= beta < 1 for beta in value):
+            raise ConfigError(f"{shown}: each has to be at least 0 and below 1, such as {_shown(default)}")
+    if key == "weight_decay" and _numeric(default) and not (_numeric(value) and 0 <= value < math.inf):
+        raise ConfigError(f"optimizer.weight_decay={_shown(value)}: a number of at least 0 is needed, such as 0.01")
+
+
+def _guilty(target: type, groups: list[Any], arguments: Mapping[str, Any]) -> str | None:
+    """The one argument without which the optimizer can be made; None if there is no such, or several."""
+    found = []
+    for key in arguments:
+        try:
+            target(_copied(groups), **{other: value for other, value in arguments.items() if other != key})
+        except (TypeError, ValueError, LookupError, RuntimeError):
+            continue
+        found.append(key)
+    return found[0] if len(found) == 1 else None
+
+
+def _copied(groups: list[Any]) -> list[Any]:
+    """The groups again, as an optimizer fills in what it is given."""
+    return [dict(group) if isinstance(group, dict) else group for group in groups]
+
+
+def _numeric(value: Any) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """A value as it is typed."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(_shown, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def _groups(trained: list[Trained], target: type, *, decays: bool, everything: bool) -> list[Any]:

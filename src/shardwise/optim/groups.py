@@ -103,6 +103,13 @@ def check_decay(decay: object) -> None:
         )
 
 
+def count_hidden(module: nn.Module) -> tuple[int, int]:
+    """Elements of the hidden layers' matrices, and of all other parameters that are trained."""
+    trained = trained_parameters(module)
+    hidden = sum(t.parameter.numel() for t in trained if t.hidden)
+    return hidden, sum(t.parameter.numel() for t in trained) - hidden
+
+
 def count_decayed(module: nn.Module, *, decay: str) -> tuple[int, int]:
     """Elements of the parameters that are decayed, and of all that are trained."""
     trained = trained_parameters(module)

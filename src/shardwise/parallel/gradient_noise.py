@@ -31,26 +31,37 @@ def about(size: float) -> str:
     return f"{round(size, 1 - math.floor(math.log10(size))):,.0f}"
 
 
-def verdict(batch: int, *, norm_sq: float, variance: float) -> str:
+ENOUGH = 5
+"""Measurements below which their averages say nothing: ratios of the same run then differ by factors."""
+
+
+def verdict(batch: int, *, norm_sq: float, variance: float, measurements: int, more: str) -> str:
     """One line: how a batch of ``batch`` samples compares with the critical batch size.
 
     Args:
         norm_sq: estimate of |G|^2.
         variance: estimate of tr(Sigma), for one sample.
+        measurements: how many these are averages of.
+        more: what makes more of them, where there are fewer than :data:`ENOUGH`.
     """
+    number = f"{measurements:,} measurement{'' if measurements == 1 else 's'}"
+    if measurements < ENOUGH:
+        return f"only {number} of the gradient noise: no estimate ({more})"
     if norm_sq <= 0:
         return (
             f"the critical batch size is not estimable: |G|^2 came out as {norm_sq:.2g}, lost in the noise; batch "
-            f"{batch:,} is probably far below it (more steps, or a larger batch, would tell)"
+            f"{batch:,} is probably far below it (more steps, or a larger batch, would tell; {number})"
         )
     if variance <= 0:
         return (
             f"the critical batch size is not estimable: tr(Sigma) came out as {variance:.2g}, too small to be seen; "
-            f"batch {batch:,} is probably far above it"
+            f"batch {batch:,} is probably far above it ({number})"
         )
     critical = variance / norm_sq
     where, so = ("below", "still save steps") if batch < critical else ("above", "save few steps")
-    return f"batch {batch:,} is {where} the critical batch size of about {about(critical)}: larger batches {so}"
+    return (
+        f"batch {batch:,} is {where} the critical batch size of about {about(critical)}: larger batches {so} ({number})"
+    )
 
 
 class NoiseScale:

@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 
 from shardwise.report.analysis import Analysis, Cell, Spread
 from shardwise.report.figure import (
+    LABEL,
     LINES,
     MARKERS,
     MAX_ENTRIES,
@@ -24,6 +25,7 @@ from shardwise.report.figure import (
     shade_bar,
     wants_log,
 )
+from shardwise.report.labels import telling
 from shardwise.report.scaling import perfect_steps
 from shardwise.report.spacing import metric_axis, spacing
 
@@ -143,17 +145,12 @@ def _draw_regions(axes: Axes, analysis: Analysis, theme: Theme) -> None:
     axes.set_xlim(low, high)
 
 
-def noise_of(analysis: Analysis) -> float | None:
-    values = sorted(analysis.noise.values())
-    return values[len(values) // 2] if values else None
-
-
 def near(noise: float, batches: Sequence[int]) -> bool:
     return batches[0] / 4 <= noise <= batches[-1] * 4
 
 
 def _draw_noise(axes: Axes, analysis: Analysis, batches: Sequence[int], theme: Theme) -> list[Line2D]:
-    noise = noise_of(analysis)
+    noise = analysis.critical_batch
     if noise is None or not near(noise, batches):
         return []
     line = axes.axvline(noise, color=theme.mark, linestyle="-.", linewidth=1.3)
@@ -223,7 +220,8 @@ def _draw_lines(
 ) -> list[Line2D]:
     """A line for each series: the first in colours, those that no legend would hold in one faint colour."""
     handles = []
-    for at, (series, points) in reversed(list(enumerate(lines.items()))):
+    names = telling(list(lines)[:MAX_ENTRIES], width=LABEL) if lines else []
+    for at, points in reversed(list(enumerate(lines.values()))):
         fine = [(cell.batch, spread) for cell, spread in points if spread is not None]
         if not fine:
             continue
@@ -239,7 +237,7 @@ def _draw_lines(
             axes.vlines(x, low, high, color=colour, linewidth=1.2)
         look: dict[str, Any] = {"color": colour, "marker": MARKERS[at], "linestyle": LINES[at]}
         axes.plot(x, y, zorder=3, **look)
-        handles.append(Line2D([], [], label=plain(series), **look))
+        handles.append(Line2D([], [], label=plain(names[at], width=LABEL), **look))
     handles.reverse()
     if len(lines) > MAX_ENTRIES:
         handles.append(Line2D([], [], color=theme.faint, label=f"{len(lines) - MAX_ENTRIES} others"))

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 
 from shardwise.config import nearest
 from shardwise.errors import ConfigError
+from shardwise.report.direction import direction
+from shardwise.report.diverged import ends_apart
 from shardwise.report.runs import Curve, Run, Runs
 from shardwise.report.scaling import Regions, Target, derive_target, first_crossing, regions
 
 PREFERRED = ("test/accuracy", "val/accuracy", "test/loss", "val/loss", "train/accuracy", "train/loss")
 """Metrics that are looked at if none is named, the first that most runs have."""
-GROWS = ("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "r2", "iou", "map")
-SHRINKS = ("loss", "error", "perplexity", "mse", "mae", "rmse", "nll", "err", "ppl", "wer", "cer")
 NOISE_SCALE = "noise_scale/critical_batch_size"
+MEASURED = 5
+"""Logged noise scales that a run needs to be counted."""
 POINT = 0.01
 """How far from the best a batch may be to hold: one point of an accuracy, one per cent of anything else."""
 
@@ -38,7 +40,7 @@ class Cell:
     base_lr: float | None
     runs: list[Run]
     final: Spread | None = None
-    """The metric at the end, its mean; None where no run has a number."""
+    """The metric at the end, its mean; None where every run diverged or has none."""
     steps: Spread | None = None
     """Optimizer steps to the target, their median; None where less than half of the runs reach it."""
     samples: Spread | None = None
@@ -77,18 +79,25 @@ class Analysis:
     best: dict[str, list[Cell]] = field(default_factory=dict)
     """Line -> its best cell at every batch by the metric, the smallest batch first; the best line first."""
     reaching: dict[str, Reaching] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
-    """Line -> the critical batch size that the gradient noise says, where it was measured."""
-    not_a_number: int = 0
-    """Completed runs whose metric ended as no number."""
+    noise: dict[str, Spread] = field(default_factory=dict)
+    """Line -> the critical batch size that the gradient noise says, median and range of what its runs measured."""
+    diverged: list[Run] = field(default_factory=list)
+    """Completed runs whose metric ended as no number, or out of reach of the others; they are in no mean."""
     at_first: int = 0
     """Completed runs that had reached the target by the first point they logged: sooner than can be told."""
 
     @property
     def best_run(self) -> Run | None:
         """The completed run with the best final value."""
-        fine = [run for run in self.runs.completed if is_number(run.final(self.metric))]
+        gone = {id(run) for run in self.diverged}
+        fine = [run for run in self.runs.completed if id(run) not in gone and is_number(run.final(self.metric))]
         return self._choose(fine, key=lambda run: run.final(self.metric)) if fine else None
+
+    @property
+    def critical_batch(self) -> float | None:
+        """The median over lines of what the gradient noise says."""
+        values = sorted(noise.middle for noise in self.noise.values())
+        return values[len(values) // 2] if values else None
 
     def better(self, one: float, other: float) -> bool:
         return one < other if self.below else one > other
@@ -106,7 +115,7 @@ class Analysis:
         return batches[at]
 
     def means(self, series: str) -> dict[int, float]:
-        """Batch -> the metric's mean at its best learning rate, smallest batch first; NaN where all runs ended so."""
+        """Batch -> the metric's mean at its best learning rate, smallest batch first; NaN where all runs diverged."""
         known = {cell.batch: cell.final.middle for cell in self.best.get(series, []) if cell.final}
         tried = sorted({cell.batch for cell in self.cells if cell.series == series and _logged(cell, self.metric)})
         return {batch: known.get(batch, math.nan) for batch in tried}
@@ -140,10 +149,8 @@ def analyse(
     metric = _metric(runs, metric)
     below = _below(metric, mode)
     found = Analysis(runs, metric, below, None)
-    found.cells = _cells(runs.completed, metric)
-    found.not_a_number = sum(
-        run.final(metric) is not None and not is_number(run.final(metric)) for run in runs.completed
-    )
+    found.diverged = ends_apart(runs.completed, metric, rises=not below)
+    found.cells = _cells(runs.completed, metric, diverged=found.diverged)
     found.target = _target(found, target)
     for cell in found.cells:
         _reach(cell, found)
@@ -160,9 +167,10 @@ def analyse(
             ]
         if found.target is not None:
             found.reaching[series] = _reaching(by_batch)
-        scales = [run.final(NOISE_SCALE) for cell in own for run in cell.runs]
-        if fine := [value for value in scales if value is not None and math.isfinite(value) and value > 0]:
-            found.noise[series] = statistics.median(fine)
+        measured_scales = [scales for cell in own for run in cell.runs if len(scales := _noise_scales(run)) >= MEASURED]
+        if scales := [value for one in measured_scales for value in one]:
+            middle = statistics.median(scales)
+            found.noise[series] = Spread(middle, min(scales), max(scales), len(measured_scales))
     order = sorted(found.best, key=lambda series: _top(found, series), reverse=not below)
     found.best = {series: found.best[series] for series in order}
     ranked = [*(series for series in order if series in found.reaching), *(s for s in found.reaching if s not in order)]
@@ -172,14 +180,6 @@ def analyse(
 
 def is_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
-
-
-def direction(metric: str) -> str | None:
-    """``min`` or ``max`` by a metric's name, None if it does not say."""
-    words = metric.lower().replace("/", "_").replace("-", "_").split("_")
-    if any(word in SHRINKS for word in words):
-        return "min"
-    return "max" if any(word in GROWS for word in words) else None
 
 
 def _metric(runs: Runs, asked: str | None) -> str:
@@ -211,13 +211,20 @@ def _below(metric: str, mode: str | None) -> bool:
     return mode == "min"
 
 
-def _cells(runs: Sequence[Run], metric: str) -> list[Cell]:
+def _noise_scales(run: Run) -> list[float]:
+    curve = run.metrics.get(NOISE_SCALE)
+    return [] if curve is None else [value for value in curve.values.tolist() if math.isfinite(value) and value > 0]
+
+
+def _cells(runs: Sequence[Run], metric: str, *, diverged: Sequence[Run]) -> list[Cell]:
+    gone = {id(run) for run in diverged}
     cells: dict[tuple[str, int, float | None], Cell] = {}
     for run in runs:
         key = (run.series, run.batch, run.base_lr)
         cells.setdefault(key, Cell(*key, [])).runs.append(run)
     for cell in cells.values():
-        values = [value for value in (run.final(metric) for run in cell.runs) if value is not None and is_number(value)]
+        finals = [run.final(metric) for run in cell.runs if id(run) not in gone]
+        values = [value for value in finals if value is not None and is_number(value)]
         if values:
             cell.final = Spread(statistics.fmean(values), min(values), max(values), len(values))
     return list(cells.values())

@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for line in sentences(analysis):
         print(printable(line))
+    for run in runs.damaged[:SHOWN]:
+        print(f"damaged {printable(run.folder)}: {printable(run.reason)}")
     for path, reason in runs.skipped[:SHOWN]:
         print(f"skipped {path}: {reason}")
     if len(runs.skipped) > SHOWN:

@@ -9,7 +9,9 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from shardwise.report.diverged import curves_apart
 from shardwise.report.figure import (
+    LABEL,
     MAX_ENTRIES,
     MAX_SHADES,
     Theme,
@@ -21,6 +23,7 @@ from shardwise.report.figure import (
     plain,
     shade_bar,
 )
+from shardwise.report.labels import telling
 from shardwise.report.runs import Run
 from shardwise.report.scaling import Target
 from shardwise.report.spacing import metric_axis, spacing
@@ -65,8 +68,8 @@ def colouring(runs: Sequence[Run]) -> Colouring:
 
 
 def chosen(runs: Sequence[Run], metric: str) -> list[Run]:
-    """The runs that have a curve of the metric; of many, an even choice over batch sizes and settings."""
-    fine = [run for run in runs if metric in run.metrics and np.isfinite(run.metrics[metric].values).sum() >= 2]
+    """The runs with a curve of the metric that did not diverge; of many, an even choice over batches and settings."""
+    fine, _ = curves_apart(runs, metric)
     fine.sort(key=lambda run: (run.batch, run.series, run.name))
     if len(fine) <= MAX_CURVES:
         return fine
@@ -122,14 +125,11 @@ def draw_curves(
         entries: dict[Any, Any] = {}
         for run in runs:
             entries.setdefault(colours.value(run), colours.colour(run, theme))
-        for value in colours.values:
-            if value in entries:
-                text = (
-                    f"{'batch' if colours.by == 'batch size' else 'lr'} {count(value)}"
-                    if colours.ordered
-                    else str(value)
-                )
-                handles.append(Line2D([], [], color=entries[value], label=plain(text)))
+        shown = [value for value in colours.values if value in entries]
+        word = "batch" if colours.by == "batch size" else "lr"
+        ordered = [f"{word} {count(value)}" for value in shown] if colours.ordered else []
+        for value, text in zip(shown, ordered or telling(list(map(str, shown)), width=LABEL), strict=True):
+            handles.append(Line2D([], [], color=entries[value], label=plain(text, width=LABEL)))
     elif colours.by:
         shade_bar(
             figure,

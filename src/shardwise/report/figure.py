@@ -22,6 +22,8 @@ from PIL import Image
 SIZE = (5.4, 4.0)
 """Inches. Small, so that the letters stay readable where the page is as narrow as a telephone."""
 DPI = 160
+LABEL = 52
+"""Letters of a label in a legend."""
 MAX_ENTRIES = 8
 """Entries of a legend, and lines that get a colour of their own."""
 MAX_SHADES = 12
@@ -119,7 +121,10 @@ def plain(text: str, *, width: int = 44) -> str:
 
 
 def count(value: float, _: Any = None) -> str:
-    """A number as an axis has room for: 0.01, 250, 2,500, 20k, 3M."""
+    """A number as an axis has room for: 0.01, 250, 2,500, 20k, 3M, 1e13."""
+    if abs(value) >= 1e12 or 0 < abs(value) < 1e-3:
+        digits, _, power = f"{value:.3g}".partition("e")
+        return f"{digits}e{int(power)}" if power else digits
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= (size if size > 1e3 else 1e4):
             return f"{value / size:.4g}{letter}"
@@ -137,11 +142,11 @@ def number_axis(axes: Axes, which: str, *, log: bool, label: str) -> None:
         if decades < 1:
             axis.set_major_locator(MaxNLocator(5))
         else:
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,), numticks=8))
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,), numticks=7))
         axis.set_minor_formatter(NullFormatter())
         axis.set_minor_locator(NullLocator())
     else:
-        axis.set_major_locator(MaxNLocator(6))
+        axis.set_major_locator(MaxNLocator(5 if which == "x" else 6))
     axis.set_major_formatter(FuncFormatter(count))
 
 
@@ -172,6 +177,9 @@ def legend(figure: Figure, handles: Sequence[Line2D]) -> None:
     # A label that begins with an underscore would be left out.
     labels = [f" {label}" if label.startswith("_") else label for _, label in entries]
     columns = 1 if max(map(len, labels)) > 30 else 2 if max(map(len, labels)) > 14 else 4
+    rows = math.ceil(len(labels) / columns)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.19 * max(0, rows - 2))  # the axes keep their height
     figure.legend([handle for handle, _ in entries], labels, loc="outside lower center", ncols=columns)
 
 

@@ -94,7 +94,10 @@ def _unreadable(error: OSError, found: Found) -> None:
 
 
 def _jobs(path: Path, found: Found) -> list[tuple[Path, str, str]]:
-    """(run folder, status, message) of every row of a sweep's list; a run that has moved along with its sweep is found."""
+    """(run folder, status, message) of every row of a sweep's list.
+
+    A run that has moved along with its sweep is found.
+    """
     try:
         if path.stat().st_size > MAX_JOBS_BYTES:
             raise ValueError(f"it has more than {MAX_JOBS_BYTES >> 20} MiB")

@@ -7,7 +7,10 @@ from typing import Any
 
 from shardwise.report.runs import Run, Runs
 
-NO_MATTER = ("seed", "experiment_name", "output_root", "plugins", "sweep", "launch", "logger", "checkpoint", "hydra", "rerun", "resume")
+NO_MATTER = (
+    *("seed", "experiment_name", "output_root", "plugins", "sweep", "launch", "logger", "checkpoint"),
+    *("hydra", "rerun", "resume"),
+)
 NO_MATTER_KEYS = (
     *("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.enable_autolog_hparams"),
     *("trainer.enable_checkpointing", "trainer.log_every_n_steps", "trainer.default_root_dir", "trainer.profiler"),
@@ -37,17 +40,19 @@ def label_runs(runs: Runs) -> None:
     runs.shared = [line for line in (everything[0].overrides if everything else []) if line in shared]
     names = short_names(columns)
     lines = _line_columns(everything, columns)
+    looks = {key: _apart(values) for key, values in columns.items()}
     seeds = len({str(run.seed) for run in everything}) > 1
     states: dict[tuple[str, ...], int] = {}
     called: dict[str, tuple[str, ...]] = {}
     for at, run in enumerate(everything):
         run.varying = {key: values[at] for key, values in columns.items()}
-        run.series = describe({names[key]: run.varying[key] for key in lines}) or "all runs"
+        run.series = describe({names[key]: looks[key][at] for key in lines}) or "all runs"
         state = tuple(repr(run.varying[key]) for key in lines)
         number = states.setdefault(state, len(states) + 1)
         if called.setdefault(run.series, state) != state:  # too close, or too many, to be told apart in few words
             run.series += f" (setting {number})"
-        parts = {names[key]: value for key, value in run.varying.items() if key in lines or _below(key, OF_A_LINE)}
+        named = (key for key in columns if key in lines or _below(key, OF_A_LINE))
+        parts = {names[key]: looks[key][at] for key in named}
         run.label = describe({**parts, **({"seed": run.seed} if seeds else {})}) or run.name
 
 
@@ -80,10 +85,38 @@ def telling(descriptions: Sequence[str], *, width: int) -> list[str]:
     parts = [PART.split(text) for text in descriptions]
     shared = set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else set()
     own = [", ".join(part for part in split if part not in shared) for split in parts]
-    said = [text or whole for text, whole in zip(own, descriptions, strict=True)]
-    short = [text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width // 2) :]}" for text in said]
+    short = [_cut(text or whole, width) for text, whole in zip(own, descriptions, strict=True)]
     counts = Counter(short)
     return [text if counts[text] == 1 else f"{at + 1}: {text[: width - 4]}" for at, text in enumerate(short)]
+
+
+def _cut(text: str, width: int) -> str:
+    """A description with its longest parts shortened in their middle."""
+    parts = PART.split(text)
+    room = width
+    while room > 20 and len(", ".join(parts)) > width:
+        room = room * 3 // 4
+        parts = [part if len(part) <= room else f"{part[: room // 2 - 1]}…{part[-(room // 2) :]}" for part in parts]
+    text = ", ".join(parts)
+    return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width // 2) :]}"
+
+
+def _shared_beginning(texts: Sequence[str]) -> int:
+    """Letters with which all texts begin."""
+    shortest, longest = min(texts), max(texts)  # what the first and the last in order share, all share
+    return next((at for at, letter in enumerate(shortest) if longest[at : at + 1] != letter), len(shortest))
+
+
+def _apart(values: Sequence[Any]) -> list[Any]:
+    """Values that would look the same where they are shown, without the beginning and the end that they share."""
+    texts = list(dict.fromkeys(value for value in values if isinstance(value, str) and value != MISSING))
+    if len({show(text) for text in texts}) == len(texts):
+        return list(values)
+    first = _shared_beginning(texts)
+    last = _shared_beginning([text[first:][::-1] for text in texts])
+    first, last = max(0, first - 6), max(0, last - 6)
+    short = {text: f"{'…' * (first > 0)}{text[first : len(text) - last]}{'…' * (last > 0)}" for text in texts}
+    return [short.get(value, value) if isinstance(value, str) else value for value in values]
 
 
 def show(value: Any) -> str:

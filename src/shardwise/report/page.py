@@ -16,13 +16,16 @@ from shardwise.checkpoint.manifest import printable
 from shardwise.errors import ConfigError
 from shardwise.report.analysis import Analysis
 from shardwise.report.figure import DARK, LIGHT, drawing, png
-from shardwise.report.labels import short_names, show
+from shardwise.report.labels import MISSING, short_names, show
 from shardwise.report.plots import Plot, make_plots
+from shardwise.report.runs import DAMAGED
 from shardwise.report.summary import by_setting, sentences, worth_showing
 
 PAGE, TABLE, PLOTS = "report.html", "runs.csv", "plots"
-MAX_KEYS = 30
+MAX_KEYS = 8
 """Keys that vary which the page has columns for; runs.csv has all."""
+MAX_REASONS = 50
+"""Runs that failed which the page lists."""
 MAX_LISTED = 200
 """Skipped folders that the page lists."""
 SCRIPT = """
@@ -87,11 +90,19 @@ def render(analysis: Analysis, images: Sequence[tuple[Plot, str, str]], lacking:
     runs = analysis.runs
     commands = list(dict.fromkeys(run.typed_command for run in runs if run.typed_command))
     heads, rows = table(analysis)
+    ill = [run for run in runs if run.reason or run.status in ("failed", DAMAGED)]
+    hidden = len(runs.varying) - MAX_KEYS
     return environment.from_string(source).render(
         title=printable(runs.folder.resolve().name if runs.folder is not None else "runs"),
         sentences=[printable(line) for line in sentences(analysis)],
         images=[(plot.title, plot.caption, plot.rules, light, dark) for plot, light, dark in images],
         lacking=lacking,
+        ill=[
+            (printable(run.name), run.status, printable(run.reason) or "no reason is recorded", run.log)
+            for run in ill[:MAX_REASONS]
+        ],
+        more_ill=len(ill) - MAX_REASONS,
+        hidden=hidden,
         heads=heads,
         rows=rows,
         by_setting=[[printable(cell) for cell in row] for row in by_setting(analysis)],
@@ -111,17 +122,18 @@ def table(analysis: Analysis) -> tuple[list[str], list[dict[str, Any]]]:
     metrics = worth_showing(analysis)
     lr = any(run.lr != run.base_lr for run in runs)
     keys = runs.varying[:MAX_KEYS]
-    heads = ["run", "status", *(names[key] for key in keys), *(["used lr"] if lr else []), "seed"]
-    heads += [*metrics, "steps", "seconds", *(["steps to target"] if analysis.target else []), "to repeat it"]
+    heads = ["run", "status", *metrics, *(names[key] for key in keys), *(["used lr"] if lr else []), "seed"]
+    heads += ["steps", "seconds", *(["steps to target"] if analysis.target else []), "to repeat it"]
     rows, best = [], analysis.best_run
     for run in runs:
         cells: list[Any] = [
             run.name,
             run.status,
+            *(run.final(metric) for metric in metrics),
             *(run.varying[key] for key in keys),
             *([run.lr] if lr else []),
         ]
-        cells += [run.seed, *(run.final(metric) for metric in metrics), run.steps, run.seconds]
+        cells += [run.seed, run.steps, run.seconds]
         if analysis.target:
             way = analysis.to_target(run)
             cells.append("not reached" if way is None else round(way[0], 1))
@@ -140,18 +152,19 @@ def csv_rows(analysis: Analysis) -> list[list[Any]]:
     """The headings and a row a run, with every key that varies and every metric's last value."""
     runs, metrics = analysis.runs, analysis.runs.metric_names()
     heads = ["run", "folder", "status", "series", "batch_global_size", "base_lr", "effective_lr", "seed", *runs.varying]
-    heads += ["steps", "seconds", *metrics, "steps_to_target", "samples_to_target", "seconds_to_target", "command"]
+    heads += ["steps", "seconds", *metrics, "steps_to_target", "samples_to_target", "seconds_to_target"]
+    heads += ["reason", "log", "command"]
     rows: list[list[Any]] = [heads]
     for run in runs:
         row: list[Any] = [run.name, str(run.folder), run.status, run.series, run.batch, run.base_lr, run.lr, run.seed]
         row += [*(run.varying[key] for key in runs.varying), run.steps, run.seconds]
         way = analysis.to_target(run) or ("", "", "")
-        rows.append([*row, *(run.final(metric) for metric in metrics), *way, run.command])
+        rows.append([*row, *(run.final(metric) for metric in metrics), *way, run.reason, run.log, run.command])
     return [[_safe(value) for value in row] for row in rows]
 
 
 def _cell(value: Any) -> tuple[str, str]:
-    if value is None:
+    if value is None or value == MISSING:
         return "", ""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN", ""

@@ -14,15 +14,20 @@ from shardwise.report.against import (
     final_spacing,
     marked,
     near,
-    noise_of,
 )
-from shardwise.report.analysis import Analysis, Cell, direction
+from shardwise.report.analysis import Analysis, Cell
 from shardwise.report.curves import MAX_CURVES, MAX_POINTS, chosen, colouring, curve_values, draw_curves
+from shardwise.report.direction import direction
+from shardwise.report.diverged import curves_apart, loss_curve
 from shardwise.report.figure import MAX_ENTRIES, Theme
+from shardwise.report.labels import telling
+from shardwise.report.runs import Run
 from shardwise.report.scaling import PERFECT, SAVING
 from shardwise.report.spacing import spacing, spacing_said
 
 MAX_LR_PLOTS = 4
+TITLE = 62
+"""Letters of a title that stay in one line."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,7 @@ def make_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
 def _curve_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
     everything = list(analysis.runs)
     names = {name for run in everything for name in run.metrics}
-    loss = next(
-        (name for name in ("train/loss", "val/loss", analysis.metric) if name in names and chosen(everything, name)),
-        None,
-    )
+    loss = loss_curve(everything, analysis.metric)
     plots = []
     if loss is not None:
         how = _how_drawn(analysis, loss)
@@ -104,13 +106,16 @@ def _curve_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
 
 def _how_drawn(analysis: Analysis, metric: str) -> str:
     runs = chosen(list(analysis.runs), metric)
-    has = sum(metric in run.metrics for run in analysis.runs)
+    apart = curves_apart(list(analysis.runs), metric)[1]
+    has = sum(metric in run.metrics for run in analysis.runs) - len(apart)
     by = colouring(runs).by
     text = f"Colour says the {by}. " if by else ""
     if has > len(runs) and len(runs) == MAX_CURVES:
         text += f"{MAX_CURVES} of the {has} runs are drawn, chosen evenly over batch sizes and settings. "
     if any(len(run.metrics[metric].values) > MAX_POINTS for run in runs):
         text += f"Each curve has at most {MAX_POINTS} points, each a mean over neighbouring ones. "
+    if apart:
+        text += f"{_runs_said(len(apart))} diverged, not shown. "
     values = curve_values(runs, metric, analysis.target)
     spaced = spacing(values, rises=_rises(analysis, metric))
     return (text.strip() + spacing_said(values, spaced, metric)).strip()
@@ -138,8 +143,7 @@ def _metric_plot(analysis: Analysis) -> tuple[list[Plot], list[str]]:
         f"mean over seeds, the band their smallest and largest value. {_best_lr_said(analysis)}"
         f"A line that stays level has kept the result although the batch grew."
     )
-    if analysis.not_a_number:
-        caption += f" {_runs_said(analysis.not_a_number)} ended as no number (NaN) and are left out."
+    caption += _diverged_said(analysis.diverged)
     caption += _finals_said(analysis, [cell for cells in analysis.best.values() for cell in cells])
     return [Plot("metric_against_batch", name, caption, partial(draw_metric, analysis))], []
 
@@ -226,22 +230,26 @@ def _lr_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
         cells = [cell for series in tried.values() for cell in series]
         caption = (
             "Each point is one setting at its learning rate; they differ in other things too, so no line joins them."
-        ) + _finals_said(analysis, cells)
+        )
+        caption += _diverged_said(analysis.diverged) + _finals_said(analysis, cells)
         return [Plot("metric_against_lr", name, caption, partial(draw_lr, analysis, cells, False))], []
     plots = []
-    for at, series in enumerate(several[:MAX_LR_PLOTS]):
+    shown = several[:MAX_LR_PLOTS]
+    for at, (series, own) in enumerate(zip(shown, telling(shown, width=TITLE), strict=True)):
         of = "" if series == "all runs" else f" ({series})"
+        title = name if not of else f"{name} ({own if len(name) + len(own) < TITLE else f'setting {at + 1}'})"
         caption = (
             f"What completed runs{of} ended with, at each learning rate as it was used (after the rule that scales "
             f"it), one line for each batch size. Points are means over seeds, bars their smallest and largest value; "
             f"a ring marks the best of each line. If the best lies at an end of its line, a better rate may lie beyond."
         )
+        caption += _diverged_said([run for run in analysis.diverged if run.series == series])
         if len(several) > MAX_LR_PLOTS:
             caption += f" The {MAX_LR_PLOTS} best of {len(several)} settings have such a plot."
         caption += _finals_said(analysis, tried[series])
         suffix = f"_{at + 1}" if len(several) > 1 else ""
         plots.append(
-            Plot(f"metric_against_lr{suffix}", f"{name}{of}", caption, partial(draw_lr, analysis, tried[series], True))
+            Plot(f"metric_against_lr{suffix}", title, caption, partial(draw_lr, analysis, tried[series], True))
         )
     return plots, []
 
@@ -251,6 +259,10 @@ def _lr_plots(analysis: Analysis) -> tuple[list[Plot], list[str]]:
 
 def _runs_said(number: int) -> str:
     return f"{number} run{'s' * (number != 1)}"
+
+
+def _diverged_said(runs: Sequence[Run]) -> str:
+    return f" {_runs_said(len(runs))} diverged, not shown." if runs else ""
 
 
 def _lines_said(series: Sequence[str]) -> str:
@@ -284,7 +296,7 @@ def _regions_said(analysis: Analysis) -> str:
 
 
 def _noise_said(analysis: Analysis) -> str:
-    noise = noise_of(analysis)
+    noise = analysis.critical_batch
     if noise is None:
         return ""
     batches = sorted({cell.batch for cell in analysis.cells})

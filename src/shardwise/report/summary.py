@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from shardwise.report.analysis import POINT, Analysis, is_number
-from shardwise.report.labels import MISSING, PART, short_names, show
-from shardwise.report.runs import STATUSES, Runs
+from shardwise.report.analysis import MEASURED, POINT, Analysis, is_number
+from shardwise.report.diverged import DIVERGED, curves_apart, loss_curve, said_of
+from shardwise.report.labels import MISSING, PART, short_names, show, telling
+from shardwise.report.runs import DAMAGED, STATUSES, Runs
 from shardwise.report.scaling import PERFECT
 
 MAX_SHOWN = 8
@@ -18,14 +19,16 @@ MAX_ROWS = 60
 def sentences(analysis: Analysis) -> list[str]:
     """The summary of a report, a sentence or two an item."""
     lines = [_counted(analysis.runs)]
+    if damaged := analysis.runs.damaged:
+        why = f": {damaged[0].reason}" if len(damaged) == 1 else ""
+        lines.append(f"{_runs(len(damaged), 'damaged ')}, not compared: {said_of(damaged)}{why}.")
     differ = _differences(analysis.runs)
     if differ:
         lines.append(f"They differ in {differ}.")
     if not analysis.runs.completed:
         return [*lines, "No run has completed, so nothing is compared: only the curves and the table are shown."]
-    metric, number = analysis.metric, analysis.not_a_number
-    if number:
-        lines.append(f"{_runs(number, 'completed ')} ended with no number (NaN) for {metric}: left out of means.")
+    metric = analysis.metric
+    lines += _diverged(analysis)
     without = sum(run.final(metric) is None for run in analysis.runs.completed)
     if without:
         lines.append(f"{_runs(without, 'completed ')} never logged {metric}: left out of comparisons.")
@@ -55,14 +58,14 @@ def by_setting(analysis: Analysis) -> list[list[str]]:
         top = _best_batch(analysis, series)
         later = [batch for batch in means if held is not None and batch > held]
         row = [series, f"{means[top]:.4g}", f"{top:,}", "" if held is None else f"{held:,}"]
-        row.append(f"{means[later[0]]:.4g} at {later[0]:,}" if later else "largest tried")
+        row.append(f"{_mean(means[later[0]])} at {later[0]:,}" if later else "largest tried")
         if analysis.target is not None:
             reaching = analysis.reaching[series]
             found = reaching.regions
             row += ["too few batches", ""] if found is None else [f"{found.perfect_to:,}", _plateau(found.plateau_from)]
             row.append(", ".join(f"{cell.batch:,}" for cell in reaching.missed))
         if analysis.noise:
-            row.append(_two_digits(analysis.noise[series]) if series in analysis.noise else "")
+            row.append(_two_digits(analysis.noise[series].middle) if series in analysis.noise else "")
         rows.append(row)
     return rows
 
@@ -78,12 +81,27 @@ def worth_showing(analysis: Analysis) -> list[str]:
 
 def _counted(runs: Runs) -> str:
     counts = Counter(run.status for run in runs)
-    order = [status for status in (*STATUSES, "unfinished") if counts[status]]
+    order = [status for status in (*STATUSES, DAMAGED, "unfinished") if counts[status]]
     text = f"{_runs(len(runs))}: " + ", ".join(f"{counts[status]} {status}" for status in order) + "."
     if runs.skipped:
         number = len(runs.skipped)
         text += f" {number} other{'' if number == 1 else 's'} skipped, listed with the reason at the end."
     return text
+
+
+def _diverged(analysis: Analysis) -> list[str]:
+    """One sentence on the runs that plots and means leave out."""
+    metric, everything = analysis.metric, list(analysis.runs)
+    curve = loss_curve(everything, metric)
+    gone = curves_apart(everything, curve)[1] if curve is not None else []
+    diverged = {id(run): run for run in (*gone, *analysis.diverged)}
+    if not diverged:
+        return []
+    parts = [f"{len(gone)} by {curve}"] if gone else []
+    number = len(analysis.diverged)
+    parts += [f"{number} completed by {metric}, left out of means"] if number else []
+    how = "; ".join(parts)
+    return [f"{_runs(len(diverged))} diverged, not shown ({how}): {said_of(diverged.values())}. They {DIVERGED}."]
 
 
 def _differences(runs: Runs) -> str:
@@ -111,10 +129,9 @@ def _holding(analysis: Analysis) -> list[str]:
         text = f"{_of(series)}{analysis.metric} holds up to batch {batch:,} ({near})"
         later = [size for size in means if size > batch]
         return [
-            text
-            + (f"; at batch {later[0]:,} it is {means[later[0]]:.4g}." if later else ", the largest that was tried.")
+            text + (f"; at batch {later[0]:,} {_it_is(means[later[0]])}." if later else ", the largest that was tried.")
         ]
-    groups = _grouped(held, len(held))
+    groups = _grouped(held, list(held))
     largest = max(cell.batch for cells in analysis.best.values() for cell in cells)
     parts = []
     for size, settings in groups:
@@ -155,7 +172,7 @@ def _reaching(analysis: Analysis) -> list[str]:
             if one.regions and one.regions.plateau_from
         }
         if flat:
-            parts = [f"from batch {batch:,} for {settings}" for batch, settings in _grouped(flat, len(found))]
+            parts = [f"from batch {batch:,} for {settings}" for batch, settings in _grouped(flat, list(found))]
             lines.append(f"A larger batch saves next to none (the plateau) {'; '.join(parts)}.")
         else:
             lines.append("No setting shows a plateau within the batches that reached the target.")
@@ -170,32 +187,35 @@ def _perfect(analysis: Analysis) -> list[str]:
         if reaching.regions is not None:
             first, end = reaching.cells[0].batch, reaching.regions.perfect_to
             (ends if end > first else starts)[series] = end
-    total = len(ends) + len(starts)
-    parts = [f"up to batch {batch:,} for {settings}" for batch, settings in _grouped(ends, total)]
+    among = [*ends, *starts]
+    parts = [f"up to batch {batch:,} for {settings}" for batch, settings in _grouped(ends, among)]
     parts += [
         f"not beyond batch {batch:,}, the smallest that reached it, for {settings}"
-        for batch, settings in _grouped(starts, total)
+        for batch, settings in _grouped(starts, among)
     ]
     return [f"Steps to the target scale perfectly (at most {PERFECT:g} times the ideal) {'; '.join(parts)}."]
 
 
 def _noise(analysis: Analysis) -> list[str]:
-    values = sorted(analysis.noise.values())
-    if not values:
+    middle = analysis.critical_batch
+    if middle is None:
         return []
-    low, high = _two_digits(values[0]), _two_digits(values[-1])
-    size = f"about {low}" if low == high else f"{low} to {high}"
+    low = _two_digits(min(noise.low for noise in analysis.noise.values()))
+    high = _two_digits(max(noise.high for noise in analysis.noise.values()))
+    runs = sum(noise.count for noise in analysis.noise.values())
     return [
-        f"The gradient noise puts the critical batch size at {size} samples: beyond it, larger batches save few steps."
+        f"The gradient noise puts the critical batch size at about {_two_digits(middle)} samples (median; range {low} "
+        f"to {high}, {_runs(runs)} with at least {MEASURED} measurements): beyond it, larger batches save few steps."
     ]
 
 
-def _grouped(batches: dict[str, int] | dict[str, float], total: int) -> list[tuple[float, str]]:
-    """(batch, the settings that have it), the largest batch first; ``total`` settings are all of them."""
+def _grouped(batches: dict[str, int] | dict[str, float], among: Sequence[str]) -> list[tuple[float, str]]:
+    """(batch, the settings that have it), the largest batch first; named for what differs ``among`` all there are."""
     groups: dict[float, list[str]] = {}
+    names = dict(zip(among, telling(among, width=200), strict=True))
     for series, batch in batches.items():
-        groups.setdefault(batch, []).append(_setting(series))
-    named = {batch: "every setting" if len(own) == total else _listed(own) for batch, own in groups.items()}
+        groups.setdefault(batch, []).append(_setting(names[series]))
+    named = {batch: "every setting" if len(own) == len(among) else _listed(own) for batch, own in groups.items()}
     return [(batch, named[batch]) for batch in sorted(groups, reverse=True)]
 
 
@@ -203,6 +223,14 @@ def _setting(series: str) -> str:
     """``rule=linear with warmup_steps=50 and width=8``: what can stand in a list, which has commas of its own."""
     first, *others = PART.split(series)
     return f"{first} with {' and '.join(others)}" if others else first
+
+
+def _it_is(value: float) -> str:
+    return f"it is {value:.4g}" if math.isfinite(value) else "every run diverged"
+
+
+def _mean(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "diverged"
 
 
 def _best_batch(analysis: Analysis, series: str) -> int:

@@ -20,14 +20,12 @@ from shardwise.job import unwritable, write_json
 from shardwise.provenance import without_secrets
 from shardwise.sweep.code import code_state, shown_code
 from shardwise.sweep.planning import deciding
-from shardwise.sweep.source import STATUSES, Common, Outcome, Planned
+from shardwise.sweep.source import INTERRUPTED, STATUSES, Common, Outcome, Planned
 
 ROWS, SHARED = "jobs.json", "sweep.json"
 LOCK, HOLDER = ".lock", ".holder"
 SHOWN = 3
 """Keys, or versions of the code, that one line names."""
-INTERRUPTED = "interrupted"
-"""Message of a job that a second Ctrl-C, or the like, has ended at once."""
 
 
 @contextlib.contextmanager
@@ -145,7 +143,7 @@ class Ledger:
             changed = f"{', '.join(differing[:SHOWN])}{more}"
             raise ConfigError(
                 f"sweep.name={self.folder.name} was run with another configuration: {changed}: "
-                f"type a new sweep.name (only what is swept may change), or the values of then"
+                f"type a new sweep.name (only what is swept may change), or the values of then, or remove {self.folder}"
             )
 
     def row(self, planned: Planned) -> dict[str, Any] | None:
@@ -213,6 +211,7 @@ class Ledger:
 
 def is_partial(row: dict[str, Any]) -> bool:
     """Whether a job has begun and nobody knows of its end, so that it may go on."""
+    # "failed" and "interrupted" stand in ledgers of earlier versions.
     return row["status"] in ("running", "preempted") or (row["status"], row["message"]) == ("failed", INTERRUPTED)
 
 

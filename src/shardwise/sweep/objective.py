@@ -10,10 +10,12 @@ from shardwise.config import SweepConfig, nearest
 from shardwise.errors import ConfigError
 from shardwise.job import Job, start_command
 from shardwise.provenance import without_secrets
-from shardwise.sweep.source import Outcome
+from shardwise.sweep.source import Outcome, counted
 
 SMALL, LARGE = ("loss", "perplexity", "error", "bits_per_byte", "seconds"), ("accuracy", "top5", "per_second")
 """Ends of metrics' names of which everybody knows whether a small or a large value is good."""
+USUAL = [f"{stage}/{name}" for stage in ("val", "test", "train") for name in ("loss", "accuracy", "perplexity")]
+"""Metrics that somebody may mean who has typed another one."""
 SHOWN = 12
 """Points of a Pareto front that are printed."""
 
@@ -70,6 +72,10 @@ def check_settings(settings: SweepConfig, *, searched: Sequence[str]) -> list[Ob
                 shown = without_secrets(str(value))
                 raise ConfigError(f"sweep.{name}={shown}: a grid has none; a search does (sweep.search=tpe)")
         return objectives
+    if settings.storage is not None and "://" not in settings.storage:
+        raise ConfigError(
+            f"sweep.storage={settings.storage}: a URL is needed: type sweep.storage=sqlite:///{settings.storage}"
+        )
     if not searched:
         raise ConfigError(
             f"sweep.search={settings.search}: nothing to search: give a key several values, such as "
@@ -143,7 +149,7 @@ def best_lines(
         return [f"best {what}: none has a value of {names}"]
     lines = []
     if len(objectives) > 1:
-        lines.append(f"Pareto front by {names}: {len(rows)} {what}s of which no other is better in everything")
+        lines.append(f"Pareto front by {names}: {counted(len(rows), what)} of which no other is better in everything")
         rows = sorted(rows, key=lambda row: objectives[0].better(row[1][0]))
     for name, values, label, job in rows[:SHOWN]:
         shown = ", ".join(f"{one.metric} {value:.6g}" for one, value in zip(objectives, values, strict=True))
@@ -178,7 +184,11 @@ def _known_mode(name: str) -> str:
         return "min"
     if name.endswith(LARGE):
         return "max"
-    raise ConfigError(f"sweep.metric={name}: is a small or a large value good? type sweep.mode=min or sweep.mode=max")
+    hint = nearest(name, USUAL)
+    raise ConfigError(
+        f"sweep.metric={name}{hint and f'{hint} If not'}: is a small or a large value good? type sweep.mode=min or "
+        f"sweep.mode=max"
+    )
 
 
 def _shown(value: str | Sequence[str]) -> str:

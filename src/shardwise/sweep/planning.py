@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -98,9 +99,17 @@ def common_of(planned: Sequence[Planned], *, without: Iterable[str] = ()) -> Com
 
 
 def labelled(planned: Sequence[Planned]) -> list[Planned]:
-    """The jobs of a grid with what tells them apart."""
-    shared = set.intersection(*(set(one.job.overrides) for one in planned)) if len(planned) > 1 else set()
+    """The jobs of a grid with what tells them apart; a job that is alone with what was not typed as it has it now."""
+    if len(planned) > 1:
+        shared = set.intersection(*(set(one.job.overrides) for one in planned))
+    else:
+        typed = {_bare(word) for word in planned[0].job.command}
+        shared = {override for override in planned[0].job.overrides if _bare(override) in typed}
     return [replace(one, label=label_of([o for o in one.job.overrides if o not in shared])) for one in planned]
+
+
+def _bare(override: str) -> str:
+    return re.sub(r"[\s'\"]", "", override)  # Hydra writes lists and texts in its own way
 
 
 def label_of(overrides: Sequence[str]) -> str:

@@ -14,10 +14,11 @@ from shardwise.errors import ConfigError
 from shardwise.job import Job, in_run_folder
 from shardwise.signals import GRACE_SECONDS, PREEMPTED, Stop, owned_signals
 from shardwise.sweep.earlier import before, completed, continued
-from shardwise.sweep.ledger import INTERRUPTED, Ledger, held, is_partial
+from shardwise.sweep.going_on import go_on
+from shardwise.sweep.ledger import ROWS, Ledger, held, is_partial
 from shardwise.sweep.process import JobProcess
 from shardwise.sweep.slots import Shares, count_slots
-from shardwise.sweep.source import Outcome, Planned, Source
+from shardwise.sweep.source import INTERRUPTED, Outcome, Planned, Source, counted
 from shardwise.sweep.table import Display, show_end
 from shardwise.worker import set_failures_aside
 
@@ -58,10 +59,19 @@ def run_jobs(source: Source, *, folder: Path, sample: Planned) -> list[Outcome]:
             try:
                 with pool.display:
                     pool.run()
-            finally:
-                pool.list_rest()
-            outcomes = sorted(pool.outcomes, key=lambda outcome: outcome.planned.number)
-            show_end(outcomes, folder=folder, closing=source.closing(outcomes))
+            except Exception:  # what is done is to be seen all the same
+                outcomes = pool.all_outcomes()
+                with contextlib.suppress(Exception):
+                    show_end(outcomes, folder=folder, closing=source.closing(outcomes))
+                raise
+            except BaseException:  # a signal has ended it: there is no time for a table
+                on = go_on(pool.all_outcomes(), source, folder=folder)
+                print(f"ended at once; the jobs are listed in {folder / ROWS}", *on, sep="\n", flush=True)
+                raise
+            outcomes = pool.all_outcomes()
+            asked = stop.requested is not None or any(outcome.status == "preempted" for outcome in outcomes)
+            on = go_on(outcomes, source, folder=folder) if asked else []
+            show_end(outcomes, folder=folder, closing=[*source.closing(outcomes), *on])
     return _judged(outcomes, stop, folder)
 
 
@@ -74,7 +84,10 @@ def _judged(outcomes: list[Outcome], stop: Stop, folder: Path) -> list[Outcome]:
         raise SystemExit(128 + stop.signal)  # between two jobs, or before they had anything to save
     broken = [outcome for outcome in outcomes if outcome.status not in ("completed", "pruned")]
     if broken:
-        raise SweepFailedError(f"{len(broken)} of {len(outcomes)} jobs did not complete; see {folder / 'jobs.json'}")
+        kinds = {outcome.status: sum(one.status == outcome.status for one in broken) for outcome in broken}
+        named = ", ".join(f"{n} {'not started' if status == 'skipped' else status}" for status, n in kinds.items())
+        kept = f"{len(broken)} of {counted(len(outcomes), 'job')} did not complete"
+        raise SweepFailedError(f"{kept}{f' ({named})' if len(kinds) > 1 else ''}; see {folder / ROWS}")
     return outcomes
 
 
@@ -152,10 +165,15 @@ class _Pool:
     def _stopping(self) -> bool:
         if self.stop.requested is not None and self._ending is None:
             self._ending = INTERRUPTED
+        self.display.ending = self._ending is not None
         return self._ending is not None
 
-    def list_rest(self) -> None:
-        """Note down what has not been started, and why."""
+    def all_outcomes(self) -> list[Outcome]:
+        """How each job has ended, in their order; what has not been started is noted down."""
+        self._list_rest()
+        return sorted(self.outcomes, key=lambda outcome: outcome.planned.number)
+
+    def _list_rest(self) -> None:
         for planned in self.source.rest():
             why = self._ending or INTERRUPTED
             self.ledger.skip(planned, why)
@@ -259,7 +277,7 @@ class _Pool:
         if self.sweep.on_failure != "retry" or one.retries >= self.sweep.retries or self._stopping():
             return False
         retries, attempts = one.retries + 1, one.attempts + 1
-        self.display.failed(outcome, again=f"\nretry {retries} of {self.sweep.retries}")
+        self.display.failed(outcome, again=f"retry {retries} of {self.sweep.retries}")
         self.ledger.end(outcome)
         again = _Running(one.planned, attempts=attempts, seconds=outcome.seconds, retries=retries)
         job = continued(one.planned.job, one.job.run_folder)
@@ -271,12 +289,11 @@ class _Pool:
         """A job has ended for good."""
         self.outcomes.append(outcome)
         self.ledger.end(outcome)
-        if outcome.status == "failed":
-            self.display.failed(outcome)
-            if self.sweep.on_failure == "stop" and self._ending is None:
-                self._ending = "a job before it failed"
+        if outcome.status == "failed" and self.sweep.on_failure == "stop" and self._ending is None:
+            self._ending = "a job before it failed"
         if outcome.status == "preempted" and self._ending is None:  # its time is over, and so is everybody's
             self._ending = INTERRUPTED
+        self._stopping()  # for the display
         self.display.ended(outcome)
         self.source.ended(outcome.planned, outcome)
 
@@ -287,7 +304,7 @@ class _Pool:
         for one in self.running:
             one.process.end_at_once(deadline=deadline)
             one.undo.close()
-            outcome = one.outcome("failed", INTERRUPTED)
+            outcome = one.outcome("preempted", INTERRUPTED)
             self.outcomes.append(outcome)
             self.ledger.end(outcome)
         self.running.clear()

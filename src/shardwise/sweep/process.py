@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -16,9 +17,14 @@ from shardwise.batch_finder import with_micro_size
 from shardwise.errors import ConfigError
 from shardwise.job import Job
 from shardwise.launch import RanksFailedError, how_it_ended, launch, share_template
+from shardwise.provenance import without_secrets
 from shardwise.signals import GRACE_SECONDS, die_with_parent, owned_signals
 from shardwise.worker import first_failure
 
+FAILED_FIRST = re.compile(r"rank \d+ failed first; its log: ")
+"""What the launcher adds to a traceback."""
+LONGEST = 300
+"""Characters of a failure that are shown; all of them are in its log."""
 NO_METRICS = ("step", "time", "nonfinite")
 """What a line of a metrics file holds besides."""
 
@@ -85,10 +91,10 @@ class JobProcess:
         return not self.answer and (self._process.exitcode or 0) > 128
 
     def failure(self) -> tuple[str, bool]:
-        """(why it failed, and where its log is; whether the configuration is to blame)."""
+        """(why it failed, and where its log is, in one line; whether the configuration is to blame)."""
         answer = self.answer or {}
         message = answer.get("message") or f"the process of the job {how_it_ended(self._process.exitcode)}"
-        return with_log(self.job, message), bool(answer.get("config_error"))
+        return with_log(self.job, without_secrets(in_a_line(message))), bool(answer.get("config_error"))
 
     def new_lines(self) -> list[tuple[int, dict[str, float]]]:
         """What has come to the metrics file since the last call, as (step, metrics); all of it where it was cut."""
@@ -107,6 +113,19 @@ class JobProcess:
                     numbers = {n: float("nan") if value is None else float(value) for n, value in values.items()}
                     found.append((int(line["step"]), numbers))
         return found
+
+
+def in_a_line(text: str) -> str:
+    """What a traceback, or another text, comes down to: ``ValueError: boom``."""
+    lines = text.strip().splitlines()
+    starts = [place for place, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if starts:
+        # Frames are indented; what follows them is the exception, whose own text may have several lines.
+        rest = lines[starts[-1] + 1 :]
+        first = next((place for place, line in enumerate(rest) if line and not line[0].isspace()), 0)
+        lines = [line for line in rest[first:] if not FAILED_FIRST.match(line)]
+    shown = " ".join(" ".join(lines).split())
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"
 
 
 def with_log(job: Job, message: str) -> str:
@@ -137,7 +156,10 @@ def _job_process(text: str, writer: Any) -> None:
     except (ConfigError, RanksFailedError) as error:
         writer.send({"message": str(error), "config_error": isinstance(error, ConfigError)})
     except Exception:
-        writer.send({"message": traceback.format_exc().rstrip()})
+        text = traceback.format_exc().rstrip()
+        if first_failure(job.run_folder) is None:  # a rank writes its own
+            print(text, file=sys.stderr, flush=True)
+        writer.send({"message": text})
 
 
 def _silence(log: Path) -> None:

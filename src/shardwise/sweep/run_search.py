@@ -49,6 +49,12 @@ def run_search(
         SweepFailedError, SystemExit: as of a grid.
     """
     objectives = check_settings(settings, searched=list(space))
+    if settings.prune != "none" and any(key.lstrip("+") == "batch.global_size" for key in space):
+        print(
+            f"note: sweep.prune={settings.prune} compares jobs at the same step, by which one with a larger "
+            f"batch.global_size has seen more samples",
+            flush=True,
+        )
     samples = corners(space)[:CORNERS]
     try:
         first = compose([*fixed, *overrides_of(samples[0])])

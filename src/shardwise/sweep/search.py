@@ -26,7 +26,7 @@ from shardwise.provenance import without_secrets
 from shardwise.search_space import Space, overrides_of, plain_space, shown
 from shardwise.sweep.objective import Objective, best_lines, values_of
 from shardwise.sweep.planning import common_of, label_of
-from shardwise.sweep.source import Common, Outcome, Planned
+from shardwise.sweep.source import Common, Outcome, Planned, counted
 from shardwise.sweep.study import draw, has_told, open_study, pruner, sampler
 
 Plan = Callable[[Sequence[str], int], Planned]
@@ -151,7 +151,7 @@ class Search:
         elif outcome.status == "pruned":
             study.tell(trial, state=TrialState.PRUNED)
         elif outcome.status == "failed":
-            self._fail(trial, outcome.message.strip().splitlines()[-1] if outcome.message.strip() else "", final=False)
+            self._fail(trial, outcome.message, final=False)
 
     def rest(self) -> list[Planned]:
         return []
@@ -175,7 +175,7 @@ class Search:
             self._notes.append(f"sweep.prune={self._settings.prune}: no job has said {metric} before its end")
         return [
             *self._notes,
-            f"{len(trials)} trials: {', '.join([f'{len(complete)} completed', *said])}",
+            f"{counted(len(trials), 'trial')}: {', '.join([f'{len(complete)} completed', *said])}",
             *best_lines(self._objectives, rows, what="trial"),
         ]
 
@@ -206,7 +206,8 @@ class Search:
         self._ended_before = len(ended)
         self._before, self._counted = len(done), len(done) + len(self._waiting)
         if done:
-            print(f"search {self._folder.name}: {len(done)} trials of an earlier start are known", flush=True)
+            known = "is known" if len(done) == 1 else "are known"
+            print(f"search {self._folder.name}: {counted(len(done), 'trial')} of an earlier start {known}", flush=True)
         self._study = study
         return study
 

@@ -10,8 +10,15 @@ from typing import Any, Protocol
 
 from shardwise.job import Job
 
+INTERRUPTED = "interrupted"
+"""Message of a job that is not started, or ended at once, as somebody has asked the sweep to end."""
 STATUSES = ("running", "completed", "failed", "preempted", "pruned", "skipped")
 """How a job of a sweep stands, in the ledger and in the table."""
+
+
+def counted(number: int, what: str) -> str:
+    """``1 job``, ``2 jobs``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.job import Job
-from shardwise.sweep.source import Outcome, Planned
+from shardwise.sweep.fitting import cut_last, fitted, width_of
+from shardwise.sweep.source import Outcome, Planned, counted
 
 TOTAL_STEPS = re.compile(r"^  total_steps: (\d+)$", re.MULTILINE)
 
@@ -61,6 +62,8 @@ class Display:
         self._began = time.monotonic()
         self._running: dict[str, _Shown] = {}
         self._ended: list[Outcome] = []
+        self.ending = False
+        """Whether no job is started any more, though some are left."""
         terminal = sys.stdout.isatty()
         self._console = Console(highlight=False, soft_wrap=not terminal, width=None if terminal else 10_000)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if terminal else None
@@ -86,15 +89,21 @@ class Display:
 
     def started(self, planned: Planned, job: Job, *, how: str = "started") -> None:
         self._running[planned.key] = _Shown(planned, job)
-        self.say(f"{self.name(planned)} {how}: {planned.label}")
+        self.say(f"{self.name(planned)} {how}{_after_colon(planned.label)}")
         self.refresh()
 
     def progress(self, planned: Planned, lines: Sequence[tuple[int, dict[str, float]]]) -> None:
         self._running[planned.key].add(lines)
 
     def failed(self, outcome: Outcome, *, again: str = "") -> None:
-        """A job, or an attempt at it, has failed: told at once, on the error stream."""
-        text = f"{self.name(outcome.planned)} failed: {outcome.message}{again}"
+        """A job, or an attempt at it, has failed: told at once, on the error stream.
+
+        Args:
+            outcome: of the attempt.
+            again: which of how many attempts comes now; empty where there is none.
+        """
+        took, more = duration(outcome.seconds), f" ({again})" if again else f" ({self.state()})"
+        text = f"{self.name(outcome.planned)} failed in {took}{more}: {outcome.message}"
         if self._live is not None:
             self.say(text)
         else:
@@ -103,24 +112,28 @@ class Display:
     def ended(self, outcome: Outcome) -> None:
         self._running.pop(outcome.planned.key, None)
         self._ended.append(outcome)
-        values = "  ".join(f"{name} {_shown(value)}" for name, value in chosen(outcome.metrics).items())
-        tail = f": {values}" if values else ""
+        name, wrong = self.name(outcome.planned), diverged(outcome)
+        values = chosen(outcome.metrics)
+        said = _joined(values | ({wrong: outcome.metrics[wrong]} if wrong else {}))
+        said += ": diverged" if wrong else ""
         if outcome.before:
-            self.say(f"{self.name(outcome.planned)} was done before: {outcome.planned.label}{tail and f' ({values})'}")
+            self.say(f"{name} was done before{_after_colon(outcome.planned.label)}{said and f' ({said})'}")
+        elif outcome.status == "failed":
+            self.failed(outcome)
         else:
-            said = f"{outcome.status} in {duration(outcome.seconds)}{tail}"
-            self.say(f"{self.name(outcome.planned)} {said} ({self.state()})")
+            self.say(f"{name} {outcome.status} in {duration(outcome.seconds)}{_after_colon(said)} ({self.state()})")
         self.refresh()
 
     def state(self) -> str:
-        """``12 of 16 done, 1 failed, about 40 s left``."""
-        done, failed = self._before + len(self._ended), sum(outcome.status == "failed" for outcome in self._ended)
+        """``12 of 16 done, 1 failed, about 40 s left``; what is done is completed or pruned."""
+        counts = {status: sum(one.status == status for one in self._ended) for status in ("failed", "preempted")}
+        over = self._before + len(self._ended)
+        done = over - sum(counts.values())
         parts = [f"{done} done" if self._total is None else f"{done} of {self._total} done"]
-        if failed:
-            parts.append(f"{failed} failed")
+        parts += [f"{number} {status}" for status, number in counts.items() if number]
         ran = [outcome for outcome in self._ended if not outcome.before and outcome.status != "skipped"]
-        if ran and self._total is not None and done < self._total:
-            left = (time.monotonic() - self._began) / len(ran) * (self._total - done)
+        if ran and self._total is not None and over < self._total and not self.ending:
+            left = (time.monotonic() - self._began) / len(ran) * (self._total - over)
             parts.append(f"about {duration(left)} left")
         return ", ".join(parts)
 
@@ -131,55 +144,102 @@ class Display:
 
     def _table(self) -> Table:
         """Running jobs, and of those that have ended as many as fit on the terminal."""
-        table = Table(box=None, pad_edge=False, caption=self.state(), caption_justify="left")
-        for heading in ("job", "what varies", "status", "step", "newest metrics", "time"):
-            table.add_column(heading, no_wrap=True, overflow="ellipsis")
         room = max(0, shutil.get_terminal_size().lines - len(self._running) - 4)
         shown: list[tuple[int, tuple[str, ...]]] = []
         for outcome in self._ended[-room:] if room else []:
             steps, values = (outcome.result or {}).get("steps"), chosen(outcome.metrics)
-            status = "done before" if outcome.before else outcome.status
-            cells = (status, f"{steps:,}" if steps else "", _joined(values), duration(outcome.seconds))
+            cells = (standing(outcome), f"{steps:,}" if steps else "", duration(outcome.seconds), _joined(values))
             shown.append((outcome.planned.number, (outcome.planned.label, *cells)))
         for one in self._running.values():
-            cells = ("running", one.progress, _joined(_newest(one.values)), duration(time.monotonic() - one.began))
+            cells = ("running", one.progress, duration(time.monotonic() - one.began), _joined(_newest(one.values)))
             shown.append((one.planned.number, (one.planned.label, *cells)))
-        for number, row in sorted(shown):
-            table.add_row(str(number), *map(Text, row))
+        headings = ["job", "what varies", "status", "step", "time", "newest metrics"]
+        rows = [[str(number), *row] for number, row in sorted(shown)]
+        headings, rows = cut_last(*fitted(headings, rows, self._console.width), self._console.width)
+        table = _table_of(headings, rows)
+        table.caption, table.caption_justify = self.state(), "left"
         return table
 
 
-def show_end(outcomes: Sequence[Outcome], *, folder: Path, closing: Sequence[str]) -> None:
-    """A row a job: what it does not share with the others, how it ended, what came out; and what each failure was."""
-    table = Table(title=f"{len(outcomes)} jobs, {folder}", title_justify="left", box=None, pad_edge=False)
-    names = sorted({name for one in outcomes for name in one.metrics if name.startswith("test/")})
-    for heading in ("job", "overrides", "status", *names, "run folder"):
-        table.add_column(heading, no_wrap=True)
-    for outcome in outcomes:
-        values = outcome.metrics
-        table.add_row(
+def show_end(outcomes: Sequence[Outcome], *, folder: Path, closing: Sequence[str], width: int | None = None) -> None:
+    """A row a job: what it does not share with the others, how it ended, what came out; and what each failure was.
+
+    Args:
+        outcomes: of all jobs, in their order.
+        folder: the sweep's.
+        closing: lines that come after the table.
+        width: columns of the terminal; found out if not given, and a file has no edge.
+    """
+    if width is None and sys.stdout.isatty():
+        width = Console().width
+    names = _named(outcomes)
+    headings = ["job", "overrides", "status", *names, "run folder"]
+    rows = [
+        [
             str(outcome.planned.number),
-            Text(outcome.planned.label),
-            "done before" if outcome.before else outcome.status,
-            *(_shown(values[name]) if name in values else "" for name in names),
-            Text(os.path.relpath(outcome.job.run_folder) if outcome.status != "skipped" else ""),
-        )
-    width = None if sys.stdout.isatty() else 10_000  # a file has no edge
-    Console(highlight=False, soft_wrap=True, width=width).print(table)
+            outcome.planned.label,
+            standing(outcome),
+            *(_shown(outcome.metrics[name]) if name in outcome.metrics else "" for name in names),
+            os.path.relpath(outcome.job.run_folder) if outcome.status != "skipped" else "",
+        ]
+        for outcome in outcomes
+    ]
+    if width is not None and width_of(headings, rows) > width:
+        headings, rows = headings[:-1], [row[:-1] for row in rows]
+    left_out = 0
+    if width is not None:
+        headings, rows = fitted(headings, rows, width)
+        while len(headings) > 4 and width_of(headings, rows) > width:
+            headings, rows, left_out = headings[:-1], [row[:-1] for row in rows], left_out + 1
+    print(f"{counted(len(outcomes), 'job')}, {folder}")
+    Console(highlight=False, soft_wrap=True, width=width or 10_000).print(_table_of(headings, rows))
+    if left_out:
+        print(f"and {counted(left_out, 'metric')} for which the terminal is too narrow")
     for outcome in outcomes:
         if outcome.status == "failed":
-            print(f"job {outcome.planned.number} failed: {'; '.join(outcome.message.strip().splitlines()[-2:])}")
+            print(f"job {outcome.planned.number} failed: {' '.join(outcome.message.split())}")
     for line in closing:
         print(line)
     sys.stdout.flush()
 
 
 def chosen(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What the test says; where there was none, what the newest validation does."""
-    for start in ("test/", "val/"):
+    """What the test says; where there was none, what the newest validation does, or else the training's loss."""
+    for start in ("test/", "val/", "train/loss"):
         if found := {name: value for name, value in sorted(metrics.items()) if name.startswith(start)}:
             return found
     return {}
+
+
+def diverged(outcome: Outcome) -> str:
+    """The first metric of a completed job that is no number, of those that the sweep is after and those of the test;
+    empty where all are."""
+    if outcome.status != "completed":
+        return ""
+    names = [*_sought(outcome), *(name for name in sorted(outcome.metrics) if name.startswith("test/"))]
+    return next((n for n in names if n in outcome.metrics and _shown(outcome.metrics[n]) == "nan"), "")
+
+
+def standing(outcome: Outcome) -> str:
+    """A job's status, as a table has it."""
+    return ("done before" if outcome.before else outcome.status) + (", nan" if diverged(outcome) else "")
+
+
+def _sought(outcome: Outcome) -> list[str]:
+    """The metrics that ``sweep.metric`` names."""
+    names = outcome.planned.job.config.get("sweep", {}).get("metric")
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _named(outcomes: Sequence[Outcome]) -> list[str]:
+    """The metrics that have a column: what the sweep is after, what the test says, and what the rest is known by."""
+    there = {name for one in outcomes for name in one.metrics}
+    names = [name for name in (_sought(outcomes[0]) if outcomes else []) if name in there]
+    names += sorted(name for name in there if name.startswith("test/"))
+    for one in outcomes:
+        if not any(name in one.metrics for name in names):
+            names += chosen(one.metrics)
+    return list(dict.fromkeys(names))
 
 
 def _newest(values: dict[str, float]) -> dict[str, float]:
@@ -191,8 +251,21 @@ def _joined(values: dict[str, Any]) -> str:
     return "  ".join(f"{name} {_shown(value)}" for name, value in values.items())
 
 
+def _after_colon(text: str) -> str:
+    return f": {text}" if text else ""
+
+
 def _shown(value: float | None) -> str:
     return "nan" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+def _table_of(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def duration(seconds: float) -> str:
