@@ -417,3 +417,12 @@ def test_all_ranks_stop_at_the_same_step(train_py, tmp_path, monkeypatch):
         for rank in range(2):
             assert f"rank {rank} ended at step {step}" in (folder / "ranks" / f"rank_{rank}.log").read_text()
         assert read(folder, "result.json")["steps"] == step
+
+
+def test_what_a_job_of_a_sweep_proposes_is_no_sweep_of_that_name(tmp_path):
+    """A repeated job keeps what was typed, the sweep's own keys too, which would meet the finished sweep again."""
+    typed = next_commands(made_job(tmp_path, "model=mlp", "sweep.name=mine", "sweep.slots=2"))
+    assert len(typed) > 1
+    assert not any("sweep." in line for line in typed)
+    filed = next_commands(made_job(tmp_path, "sweep=batch_size_digits", "batch.global_size=64"))
+    assert [line.split("=")[0].split()[-1] for line in filed] == ["rerun"]

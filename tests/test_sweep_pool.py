@@ -242,7 +242,7 @@ def test_a_terminal_sees_a_table_that_lives(tmp_path):
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert re.search(r"1 +seed=1 +running", plain)
     assert re.search(r"1 of 2 done, about .* left", plain)
-    assert re.search(r"2 +seed=2 +running +[\d,]+/300 +train/loss [\d.]+", plain)
+    assert re.search(r"2 +seed=2 +running +[\d,]+/300 +[\d.]+ s +train/loss [\d.]+", plain)
     # In the end there is the table of the results, and what was said on the way.
     assert plain.count("2 jobs, ") == 1
     assert "job 2/2 completed in " in plain
@@ -349,12 +349,12 @@ def outcome(number: int, label: str, status: str = "completed", **metrics: float
 
 
 LABELS = [f"optimizer.lr=0.00{n} model.width={n} batch.global_size={n * 1000}" for n in (1, 2)]
-WORD, NUMBERS = {"val/loss": 0.51, "test/loss": 0.52}, {"val/loss": 0.61, "test/loss": math.nan}
+FINE, DIVERGED = {"val/loss": 0.51, "test/loss": 0.52}, {"val/loss": 0.61, "test/loss": math.nan}
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_narrow_terminal_cuts_overrides_only(capsys, width):
-    outcomes = [outcome(1, LABELS[0], "preempted", **WORD), outcome(2, LABELS[1], **NUMBERS)]
+    outcomes = [outcome(1, LABELS[0], "preempted", **FINE), outcome(2, LABELS[1], **DIVERGED)]
     show_end(outcomes, folder=Path("/s"), closing=[], width=width)
     title, heading, *rows = capsys.readouterr().out.splitlines()
     assert title == "2 jobs, /s"
@@ -379,7 +379,7 @@ def test_a_narrow_terminal_cuts_overrides_only(capsys, width):
 
 
 def test_all_fits_a_file(capsys):
-    show_end([outcome(1, LABELS[0], **WORD)], folder=Path("/s"), closing=["best"])
+    show_end([outcome(1, LABELS[0], **FINE)], folder=Path("/s"), closing=["best"])
     title, heading, row, last = capsys.readouterr().out.splitlines()
     assert (title, last) == ("1 job, /s", "best")
     assert "run folder" in heading
@@ -403,8 +403,8 @@ def test_what_is_told_of_a_job(capsys):
     [
         ("rank 1 was ended by SIGKILL", "rank 1 was ended by SIGKILL"),
         (
-            'Traceback (most recent call last):\n  File "a.py", line 1\n    f(x)\n    ^^^^\nKeyError: 1\n\nDuring handling '
-            'of the above:\n\nTraceback (most recent call last):\n  File "b.py", line 2\n    g()\n    ^^^\n'
+            'Traceback (most recent call last):\n  File "a.py", line 1\n    f(x)\n    ^^^^\nKeyError: 1\n\nDuring that:'
+            '\n\nTraceback (most recent call last):\n  File "b.py", line 2\n    g()\n    ^^^\n'
             "ValueError: boom\n    and more\nrank 0 failed first; its log: /x",
             "ValueError: boom and more",
         ),

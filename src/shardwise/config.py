@@ -294,7 +294,8 @@ class SweepConfig:
     """Whether a small or a large value is good (a list for a list); null: what the metric's name says, as of a loss or
     an accuracy."""
     prune: str = field(default="none", metadata=choices("none", "median", "halving"))
-    """End jobs early that are worse at a step than the median of the others, or by successive halving."""
+    """End jobs early by sweep.metric at the same step: median, once 4 jobs have ended, those that are worse than the
+    median of the others; halving, at steps that are 4 times further apart each time, all but the best quarter."""
     storage: str | None = None
     """Where a search keeps its trials: a URL as Optuna takes it, such as sqlite:///search.db; null: a journal in the
     sweep's folder."""

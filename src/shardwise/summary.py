@@ -218,19 +218,20 @@ def next_commands(job: Job, *, status: str = "completed") -> list[str]:
         return [*filter(None, [resume_command(job)]), again]
 
     def same_but(*changed: str) -> str:
-        ends = tuple(f"{key}{end}" for key in changed for end in "=.")
+        ends = ("sweep.", *(f"{key}{end}" for key in changed for end in "=."))
         typed = [override for override in job.overrides if not override.lstrip("+").startswith(ends)]
         return " ".join([start, *map(shlex.quote, without_secrets(typed))])
 
     other = "ddp" if job.config["strategy"]["name"] == "fsdp" else "fsdp"
     module = f"{start.split(' ')[0]} -m shardwise"
     export = f"{module} export {shlex.quote(job.run_folder)} --to model.safetensors" if newest_checkpoint(job) else None
-    return [
+    others = [
         f"{same_but('strategy', 'trainer.devices', 'nodes')} strategy={other} trainer.devices=2",
         _sweep_of_batches(job, same_but),
-        again,
-        *filter(None, [export]),
     ]
+    if any(override.lstrip("+").startswith("sweep=") for override in job.overrides):
+        others = []  # a job out of a sweep's file, which would be run whole
+    return [*others, again, *filter(None, [export])]
 
 
 def _sweep_of_batches(job: Job, same_but: Callable[..., str]) -> str:

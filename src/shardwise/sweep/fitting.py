@@ -7,8 +7,8 @@ from rich.cells import cell_len
 
 GROUPS_OF_KEY = re.compile(r"(?<!\S)[+~]*(?:[\w/@-]+\.)+(?=[\w/@-]+=)")
 """``optimizer.`` of ``optimizer.lr=0.1``."""
-GAP, SHORTEST = 2, 12
-"""Characters between two columns, and at least of overrides that are cut."""
+GAP = 2
+"""Characters between two columns."""
 
 Rows = list[list[str]]
 
@@ -18,13 +18,16 @@ def width_of(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     return sum(_widths(headings, rows)) + GAP * (len(headings) - 1)
 
 
-def fitted(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> tuple[list[str], Rows]:
-    """A table with its second column, the overrides, as short as it takes; no other is cut."""
+def fitted(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, least: int = 12
+) -> tuple[list[str], Rows]:
+    """A table with its second column, the overrides, as short as it takes, though not below ``least``; no other is
+    cut."""
     heads, cells = list(headings), [list(row) for row in rows]
     if cells and width_of(heads, cells) > width:
         for row in cells:
             row[1] = _short_keys(row[1])
-        room = max(SHORTEST, _widths(heads, cells)[1] + min(0, width - width_of(heads, cells)))
+        room = max(least, _widths(heads, cells)[1] + min(0, width - width_of(heads, cells)))
         for row in [heads, *cells]:
             row[1] = _cut(row[1], room)
     return heads, cells

@@ -155,7 +155,8 @@ class Display:
             shown.append((one.planned.number, (one.planned.label, *cells)))
         headings = ["job", "what varies", "status", "step", "time", "newest metrics"]
         rows = [[str(number), *row] for number, row in sorted(shown)]
-        headings, rows = cut_last(*fitted(headings, rows, self._console.width), self._console.width)
+        width = self._console.width  # the job that a row is about is worth more than its second metric
+        headings, rows = cut_last(*fitted(headings, rows, width, least=min(20, width // 4)), width)
         table = _table_of(headings, rows)
         table.caption, table.caption_justify = self.state(), "left"
         return table
