@@ -78,8 +78,8 @@ def test_four_right_runs(train_py, tmp_path, monkeypatch):
     assert "job 3/4 started: strategy=fsdp batch.global_size=32" in run.stdout
     assert "next:" not in run.stdout
     table = run.stdout[run.stdout.index("4 jobs, ") :].splitlines()
-    assert len(table) == 6
-    assert [line.split()[1] for line in table[2:]] == ["strategy=ddp", "strategy=ddp", "strategy=fsdp", "strategy=fsdp"]
+    assert table[6:] == ["sweep.metric=test/accuracy names the best job"]
+    assert [line.split()[1] for line in table[2:6]] == ["strategy=ddp"] * 2 + ["strategy=fsdp"] * 2
 
 
 def test_another_number_of_processes_in_the_same_sweep(train_py, tmp_path, monkeypatch):
