@@ -14,7 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 LAYERS = (
     {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup", "search_space"} | {"metrics_file"},
-    {"parallel", "lr_scaling", "schedules", "resolve"},
+    {"parallel", "lr_scaling", "schedules", "resolve", "steps"},
     {"models", "data", "optim", "slots"},
     {"checkpoint", "weights", "strategies", "module", "tracking", "provenance", "progress"}
     | {"generation", "predictions", "noise_scale"},
@@ -108,7 +108,7 @@ def test_foreign_packages_stand_in_few_places() -> None:
 
 
 def test_the_lowest_layer_and_the_rules_need_no_torch() -> None:
-    names = (*LAYERS[0], "lr_scaling", "schedules", "resolve", "slots", "job", "cli")
+    names = (*LAYERS[0], "lr_scaling", "schedules", "resolve", "steps", "slots", "job", "cli")
     code = f"import sys, {', '.join(f'shardwise.{name}' for name in names)}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "False\n"

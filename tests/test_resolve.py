@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.config import Config, from_plain
 from shardwise.errors import ConfigError
-from shardwise.resolve import Done, Resolved, World, find_dims, find_world, resolve, resolve_in, resolve_steps
+from shardwise.resolve import Resolved, World, find_dims, find_world, resolve, resolve_in
+from shardwise.steps import Done, resolve_steps
 from shardwise.summary import rule_changes
 
 DEGREES = {

@@ -24,8 +24,9 @@ from shardwise.job import Job, unwritable, write_json
 from shardwise.module import LanguageModel
 from shardwise.predictions import CollectPredictions
 from shardwise.provenance import without_secrets
-from shardwise.resolve import Resolved, Steps
+from shardwise.resolve import Resolved
 from shardwise.slots import arguments, build, find_target
+from shardwise.steps import Steps
 from shardwise.tracking import WandbTracker
 from shardwise.trainer import build_trainer
 

@@ -20,9 +20,10 @@ from shardwise.optim import build_optimizer, build_scheduler
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.layout import Layout, check_layout
 from shardwise.parallel.sharded_step import check_sharded
-from shardwise.resolve import Resolved, Steps
+from shardwise.resolve import Resolved
 from shardwise.seeds import stable_seed
 from shardwise.slots import AUTO, accepts, arguments, build, check_arguments, find_target
+from shardwise.steps import Steps
 
 STAND_INS = {"vocab_size": 4096, "num_classes": 16}
 """Sizes that only loaded data tell, and on which the split of layers over tp does not depend."""

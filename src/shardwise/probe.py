@@ -22,7 +22,8 @@ from shardwise.build import build_data, build_task
 from shardwise.checkpoint.saving import SaveCheckpoints
 from shardwise.config import CheckpointConfig, LRScalingConfig, ScheduleConfig, from_plain, to_plain
 from shardwise.job import Job, write_json
-from shardwise.resolve import Resolved, Steps
+from shardwise.resolve import Resolved
+from shardwise.steps import Steps
 from shardwise.strategies.micro_batches import split_batch
 from shardwise.summary import StartUp
 from shardwise.trainer import build_trainer

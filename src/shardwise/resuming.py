@@ -14,9 +14,10 @@ from shardwise.checkpoint.saving import Preempted, SaveCheckpoints
 from shardwise.data.sharded import ShardedDataModule
 from shardwise.errors import ConfigError
 from shardwise.job import Job
-from shardwise.resolve import Done, Resolved, Steps
+from shardwise.resolve import Resolved
 from shardwise.signals import Stop
 from shardwise.slots import find_target
+from shardwise.steps import Done, Steps
 from shardwise.summary import brings_optimizer
 from shardwise.tracking import JsonlLogger
 

@@ -24,7 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.job import Job, unwritable
 from shardwise.probe import probe
 from shardwise.provenance import without_secrets
-from shardwise.resolve import Resolved, resolve_steps
+from shardwise.resolve import Resolved
 from shardwise.resuming import (
     check_can_go_on,
     cut_metrics,
@@ -36,6 +36,7 @@ from shardwise.resuming import (
 )
 from shardwise.run_folder import RunFolder
 from shardwise.signals import OWNED, PREEMPTED, Stop, undisturbed
+from shardwise.steps import resolve_steps
 from shardwise.summary import brings_optimizer, show_end
 from shardwise.tracking import JsonlLogger, WandbTracker
 from shardwise.trainer import build_trainer, check_monitors

@@ -25,9 +25,10 @@ from shardwise.optim.groups import count_decayed, count_hidden
 from shardwise.parallel.blocks import repeated_blocks
 from shardwise.parallel.gradient_noise import ENOUGH, verdict
 from shardwise.provenance import without_secrets
-from shardwise.resolve import Resolved, Steps
+from shardwise.resolve import Resolved
 from shardwise.signals import PREEMPTED
 from shardwise.slots import find_target
+from shardwise.steps import Steps
 
 
 class StartUp(Callback):

@@ -21,9 +21,10 @@ from shardwise.errors import ConfigError
 from shardwise.job import Job
 from shardwise.progress import ShowProgress, StepMetrics
 from shardwise.provenance import without_secrets
-from shardwise.resolve import Resolved, Steps, seconds_of
+from shardwise.resolve import Resolved, seconds_of
 from shardwise.seeds import stable_seed
 from shardwise.slots import accepts, arguments, build, find_target
+from shardwise.steps import Steps
 from shardwise.strategies import MeshStrategy
 from shardwise.summary import StartUp
 from shardwise.tracking import JsonlLogger
