@@ -1,8 +1,8 @@
 """Parallelism is an override, not a rewrite. A tour, in the order in which the data flow:
 
-``cli.py`` composes with ``hydra_setup.py`` against the dataclasses of ``config.py``; ``resolve.py`` has the rules
-that cross groups, ``slots.py`` checks what is plugged in, ``rerun.py`` what is continued; ``sweep/`` does so for
-many jobs and runs them side by side.
+``cli.py`` composes with ``hydra_setup.py`` against the dataclasses of ``config.py``; ``resolve.py`` and ``steps.py``
+have the rules that cross groups, ``slots.py`` checks what is plugged in, ``rerun.py`` what is continued; ``sweep/``
+does so for many jobs and runs them side by side.
 
 -> ``launch.py`` starts the ranks, ``worker.py`` is one of them, ``batch_finder.py`` probes before; ``run.py`` and
 ``trainer.py`` build everything in a rank.
