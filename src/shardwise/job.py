@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.resolve import Resolved, World, resolve_in
 
 LOCK, HOLDER = ".lock", ".holder"
-"""In a run folder: what whoever trains there holds, and who that is."""
+"""In a folder of a run or a sweep: what whoever works there holds, and who that is."""
 
 
 @dataclass(frozen=True)
@@ -126,28 +126,46 @@ def in_run_folder(job: Job) -> Iterator[Job]:
     Raises:
         ConfigError: the folder cannot be made or written to, or another process trains there.
     """
-    from filelock import FileLock, Timeout
-
     if not job.resumed:
         job = with_folder(job)
-    folder = Path(job.run_folder)
+    with held(Path(job.run_folder), taken=running):
+        yield job
+
+
+@contextlib.contextmanager
+def held(folder: Path, *, taken: Callable[[Path], ConfigError]) -> Iterator[None]:
+    """Hold a folder that exists against other processes while the block lasts; it says who does.
+
+    Raises:
+        ConfigError: ``taken(folder)``, where another process holds it; or it cannot be written to.
+    """
+    from filelock import FileLock, Timeout
+
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
-        (folder / HOLDER).unlink(missing_ok=True)  # of a run that was killed, or a stranger's link to elsewhere
+        (folder / HOLDER).unlink(missing_ok=True)  # of one that was killed, or a stranger's link to elsewhere
         with (folder / HOLDER).open("x", encoding="utf-8") as file:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     except Timeout as error:
-        raise running(folder) from error
+        raise taken(folder) from error
     except OSError as error:
         lock.release()
         raise unwritable(folder, error) from error
     try:
-        yield job
+        yield
     finally:
         with contextlib.suppress(OSError):
             (folder / HOLDER).unlink()
         lock.release()
+
+
+def holder_of(folder: Path) -> str:
+    """Who holds a folder, as far as that is known."""
+    with contextlib.suppress(OSError):
+        text = (folder / HOLDER).read_text(encoding="utf-8", errors="replace")[:200].strip()
+        return "".join(filter(str.isprintable, text)) or "another process"
+    return "another process"
 
 
 def check_idle(folder: Path, *, word: str | None = None) -> None:
@@ -171,10 +189,7 @@ def check_idle(folder: Path, *, word: str | None = None) -> None:
 
 def running(folder: Path, *, word: str | None = None) -> ConfigError:
     """The error for a run folder in which somebody trains: who does."""
-    who = "another process"
-    with contextlib.suppress(OSError):
-        text = (folder / HOLDER).read_text(encoding="utf-8", errors="replace")[:200].strip()
-        who = "".join(filter(str.isprintable, text)) or who
+    who = holder_of(folder)
     return ConfigError(f"{word or folder}: {who} trains in {folder}: wait until it has ended, or end it first")
 
 

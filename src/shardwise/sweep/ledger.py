@@ -7,8 +7,6 @@ are written whole, under a temporary name first, at every change.
 import contextlib
 import json
 import math
-import os
-import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -16,49 +14,37 @@ from typing import Any
 
 from shardwise.config import Config, to_plain
 from shardwise.errors import ConfigError
-from shardwise.job import unwritable, write_json
+from shardwise.job import held, holder_of, unwritable, write_json
 from shardwise.provenance import without_secrets
 from shardwise.sweep.code import code_state, shown_code
 from shardwise.sweep.planning import deciding
 from shardwise.sweep.source import INTERRUPTED, STATUSES, Common, Outcome, Planned
 
 ROWS, SHARED = "jobs.json", "sweep.json"
-LOCK, HOLDER = ".lock", ".holder"
 SHOWN = 3
 """Keys, or versions of the code, that one line names."""
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def in_sweep_folder(folder: Path) -> Iterator[None]:
     """The folder of a sweep, made if need be, and held against others while the block lasts.
 
     Raises:
         ConfigError: another process runs this sweep, or the folder cannot be written.
     """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / LOCK, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-        (folder / HOLDER).unlink(missing_ok=True)
-        with (folder / HOLDER).open("x", encoding="utf-8") as file:
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    except Timeout as error:
-        who = "another process"
-        with contextlib.suppress(OSError):
-            who = (folder / HOLDER).read_text(encoding="utf-8", errors="replace")[:200].strip() or who
-        raise ConfigError(
-            f"sweep.name={folder.name}: {who} runs it in {folder}: wait until it has ended, or type another sweep.name"
-        ) from error
     except OSError as error:
         raise unwritable(folder, error) from error
-    try:
+    with held(folder, taken=_running):
         yield
-    finally:
-        with contextlib.suppress(OSError):
-            (folder / HOLDER).unlink()
-        lock.release()
+
+
+def _running(folder: Path) -> ConfigError:
+    who = holder_of(folder)
+    return ConfigError(
+        f"sweep.name={folder.name}: {who} runs it in {folder}: wait until it has ended, or type another sweep.name"
+    )
 
 
 class Ledger:

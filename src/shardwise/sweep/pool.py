@@ -15,7 +15,7 @@ from shardwise.job import Job, in_run_folder
 from shardwise.signals import GRACE_SECONDS, PREEMPTED, Stop, owned_signals
 from shardwise.sweep.earlier import before, completed, continued
 from shardwise.sweep.going_on import go_on
-from shardwise.sweep.ledger import ROWS, Ledger, held, is_partial
+from shardwise.sweep.ledger import ROWS, Ledger, in_sweep_folder, is_partial
 from shardwise.sweep.process import JobProcess
 from shardwise.sweep.slots import Shares, count_slots
 from shardwise.sweep.source import INTERRUPTED, Outcome, Planned, Source, counted
@@ -48,7 +48,7 @@ def run_jobs(source: Source, *, folder: Path, sample: Planned) -> list[Outcome]:
     resolved = sample.job.resolved()
     config, world = resolved.config, resolved.world
     slots = count_slots(config, world, total=source.total)
-    with held(folder):
+    with in_sweep_folder(folder):
         ledger = Ledger(folder, plugins=config.plugins)
         keys = {planned.key for planned in source.rest()}
         notes = ledger.check(source.common(), keys=keys, allow_code_change=config.sweep.allow_code_change)
