@@ -169,8 +169,8 @@ def test_the_examples_of_the_help_page_compose(command: str) -> None:
     if "rerun=" in command:
         overrides = [override for override in overrides if not override.startswith(("rerun=", "<", "id>"))]
     devices = int(next((o.partition("=")[2] for o in overrides if o.startswith("trainer.devices=")), 1))
-    if "-m" not in overrides:
-        check(overrides, devices=devices)
+    if "-m" not in overrides or overrides[-1].startswith("sweep="):
+        check([override for override in overrides if override != "-m"], devices=devices)
         return
     pairs = [override.partition("=") for override in overrides if override != "-m"]
     jobs = list(itertools.product(*[[f"{key}={value}" for value in values.split(",")] for key, _, values in pairs]))

@@ -19,7 +19,12 @@ EXAMPLES = (
     ("python train.py strategy=fsdp+tp trainer.devices=4", "each layer split in two, and the halves sharded"),
     ("python train.py batch.global_size=256 lr_scaling=linear lr_scaling.base_batch_size=64", "four times the batch"),
     ("python train.py experiment=text_gpt precision=bf16-mixed", "a small GPT on text"),
-    ("python train.py -m strategy=ddp,fsdp batch.global_size=32,64 trainer.devices=2", "four runs, one after another"),
+    (
+        "python train.py -m strategy=ddp,fsdp batch.global_size=32,64 trainer.devices=2",
+        "four runs",
+    ),
+    ("python train.py -m sweep=batch_scaling_digits", "a sweep from its file; typed again, it goes on where it was"),
+    ("python -m shardwise report outputs/sweeps/batch_scaling_digits", "its curves and tables on one page"),
     ("python train.py rerun=outputs/digits/<run id> seed=1", "a run again from its folder, with another seed"),
     ("python train.py checkpoint.every_n_steps=100", "saved often; Ctrl-C and SIGTERM save too, exit status 75"),
     ("python train.py resume=last", "on from the newest whole checkpoint of the newest run; also resume=<run folder>"),
