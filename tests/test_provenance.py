@@ -156,7 +156,7 @@ def test_differences_are_one_line_each(project):
     git("commit", "-q", "-a", "-m", "second", cwd=project)
     (project / "model.py").write_text("width = 3\n")
     new = record()
-    new["versions"] |= {"torch": "9.9", "timm": "1.0"}
+    new["versions"] |= {"torch": "9.9", "deepspeed": "1.0"}
     del new["versions"]["numpy"]
     new["accelerators"] = ["H200", "H200"]
     new["cpu"] = {"model": "Z80", "cores": 1}
@@ -164,7 +164,7 @@ def test_differences_are_one_line_each(project):
     assert lines[0] == f"git commit: {old['git']['commit']} -> {new['git']['commit']}"
     assert lines[1].startswith("uncommitted changes: none -> ")
     assert f"torch: {old['versions']['torch']} -> 9.9" in lines
-    assert "timm: none -> 1.0" in lines
+    assert "deepspeed: none -> 1.0" in lines
     assert f"numpy: {old['versions']['numpy']} -> none" in lines
     assert "accelerators: none -> 2 x H200" in lines
     assert lines[-2].endswith("-> Z80 model, 1 cores")
