@@ -14,9 +14,10 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 LAYERS = (
     {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup", "search_space"} | {"metrics_file"},
-    {"parallel", "lr_scaling", "schedules", "resolve", "steps"},
+    {"parallel", "lr_scaling", "schedules", "resolve", "steps", "step_clock"},
     {"models", "data", "optim", "slots"},
     {"checkpoint", "weights", "strategies", "module", "tracking", "provenance", "progress"}
+    | {"telemetry"}
     | {"generation", "predictions", "noise_scale"},
     {
         "job",

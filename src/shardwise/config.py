@@ -267,6 +267,33 @@ class LRScalingConfig:
 
 
 @dataclass
+class MonitorConfig:
+    """What is watched while a run trains, and what is done about it."""
+
+    nonfinite: str = field(default="stop", metadata=choices("stop", "skip", "ignore"))
+    """A loss or gradient that is not finite: stop ends the run with step, rank and first module; skip leaves that
+    optimizer step out, says the same, and goes on; ignore goes on without a look."""
+    straggler_factor: float | None = field(default=1.5, metadata=limits(least=1))
+    """A rank that takes this many times the median rank's time over its own work is named; null names none."""
+    straggler_steps: int = field(default=10, metadata=limits(least=1))
+    """Optimizer steps that a rank has to be that slow before it is named."""
+
+
+@dataclass
+class ProfileConfig:
+    """A window of steps that PyTorch's profiler looks at."""
+
+    kind: str = field(default="none", metadata=choices("none", "step"))
+    """step: write traces, a picture of a step, and on a GPU a snapshot of its memory to <run folder>/profile."""
+    start: int = field(default=10, metadata=limits(least=1))
+    """Optimizer steps of this process before the window, so that nothing in it is done for the first time."""
+    steps: int = field(default=3, metadata=limits(least=1))
+    """Optimizer steps in the window."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that are looked at."""
+
+
+@dataclass
 class SweepConfig:
     """How the jobs of ``-m`` are run."""
 
@@ -324,6 +351,8 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lr_scaling: LRScalingConfig = field(default_factory=LRScalingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     task: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)

@@ -31,7 +31,7 @@ EXAMPLES = (
     ("python -m shardwise inspect|eval|predict|generate|export <run folder>", "what can be done with a checkpoint"),
 )
 
-SHOWN = ("strategy", "batch", "precision", "schedule", "lr_scaling", "checkpoint", "launch", "sweep")
+SHOWN = ("strategy", "batch", "precision", "schedule", "lr_scaling", "checkpoint", "launch", "monitor", "profile", "sweep")
 """Groups of the schema whose keys are listed one by one."""
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.mesh import build_mesh, check_agreement, data_group, limit_collectives
+from shardwise.step_clock import StepClock
 from shardwise.strategies.spawn import Spawn
 
 
@@ -53,6 +54,8 @@ class MeshProcess(ParallelStrategy):
         """Degrees; known once the processes are connected."""
         self.dp_group: dist.ProcessGroup | None = None
         """The ranks that see different samples and hold the same part of the model; None if there is one only."""
+        self.clock = StepClock()
+        """Where this rank's time goes; it stands until somebody starts it."""
         self.hosts: list[str] = []
         """Host name of every rank; empty with one process."""
 
