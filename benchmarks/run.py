@@ -1,6 +1,6 @@
 """Measure everything that the README's table claims, and write ``RESULTS.md``: `make bench`.
 
-python benchmarks/run.py [--rounds 9] [--only startup|tax|tp|checkpoints|noise|report|sweep]
+python benchmarks/run.py [--rounds 9] [--only startup|tax|tp|checkpoints|noise|report|sweep|telemetry]
 """
 
 import argparse
@@ -83,6 +83,29 @@ def _sweep(row: dict) -> list[str]:
     return [*lines, "|---|---|---|", f"| {row['sweep s']:.0f} | {row['apart s']:.0f} | {_spread(row['ratio'])} |"]
 
 
+def _telemetry(rows: dict) -> list[str]:
+    said = (
+        "Time inside what measures and logs, over a step of 40 ms at 4 ranks, W&B (offline) included: computing, and "
+        "with waiting for the other ranks in its one collective, where ranks that share cores are behind."
+    )
+    columns = ("logged", "computing, ms", "with waiting, ms", "step clock, ms", "collectives", "share", "with waiting")
+    lines = ["", "## Telemetry", "", said, "", f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|"]
+    for row in rows["inside"]:
+        shares = [
+            f"{100 * row[name][1]:.2f} % ({100 * row[name][0]:.2f} to {100 * row[name][2]:.2f})"
+            for name in ("share", "share with waiting")
+        ]
+        lines.append(
+            f"| every {row['every']} | {row['of it computing ms']:.2f} | {row['logging step ms']:.2f} "
+            f"| {row['clock ms']:.3f} | {row['collectives a logging step']:.0f} | {' | '.join(shares)} |"
+        )
+    row = rows["simulated"]
+    lines += ["", f"{row['ranks']:,} ranks made up, {row['quantities']} quantities each, on rank 0; milliseconds.", ""]
+    lines += ["| payload, KiB | statistics | files | W&B | all | largest |", "|---|---|---|---|---|---|"]
+    kinds = ("statistics ms", "files ms", "wandb ms", "all ms", "largest ms")
+    return [*lines, f"| {row['payload KiB']:.0f} | " + " | ".join(f"{row[kind]:.1f}" for kind in kinds) + " |"]
+
+
 def main() -> int:
     """Measure, print, write."""
     import checkpoints
@@ -91,11 +114,12 @@ def main() -> int:
     import report
     import startup
     import sweep
+    import telemetry
     import tensor_parallel
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="times that every arm is run")
-    parts = ("startup", "tax", "tp", "checkpoints", "noise", "report", "sweep")
+    parts = ("startup", "tax", "tp", "checkpoints", "noise", "report", "sweep", "telemetry")
     parser.add_argument("--only", choices=parts, help="one of these")
     options = parser.parse_args()
     packages = ("torch", "pytorch-lightning", "hydra-core", "wandb")
@@ -146,6 +170,8 @@ def main() -> int:
             lines += _report(report.measure(min(options.rounds, 3), folder))
         if options.only in (None, "sweep"):
             lines += _sweep(sweep.measure(min(options.rounds, 3), folder))
+        if options.only in (None, "telemetry"):
+            lines += _telemetry(telemetry.measure(min(options.rounds, 3)))
     text = "\n".join(lines) + "\n"
     print(text)
     if options.only is None:

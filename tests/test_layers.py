@@ -36,7 +36,8 @@ LAYERS = (
         "cli",
         "__main__",
     }
-    | {"actions", "use", "report", "batch_finder", "probe"},
+    | {"actions", "use", "report", "show", "batch_finder", "probe"}
+    | {"rank_log", "logs", "doctor"},
 )
 """Modules and folders of modules, from the lowest layer up."""
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}

@@ -8,7 +8,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 from torch import Tensor
 
 from pool import RankPool
-from shardwise.progress import StepMetrics
+from shardwise.telemetry.step_metrics import StepMetrics
 from training import (
     GLOBAL_SIZE,
     LAYOUTS,

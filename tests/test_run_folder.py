@@ -97,7 +97,8 @@ def test_what_a_learning_rate_rule_changes_is_shown_and_kept(train_py):
 
 
 def test_a_loss_that_is_not_finite_is_said_loudly(train_py):
-    run = train_py(*SMALL, "optimizer=muon", "optimizer.lr=1e30", "lr_scaling.base_batch_size=16", "logger=none")
+    on = ["monitor.nonfinite=ignore", "lr_scaling.base_batch_size=16", "logger=none"]
+    run = train_py(*SMALL, "optimizer=muon", "optimizer.lr=1e30", *on)
     first = next(line["step"] for line in run.metrics if line.get("train/loss", 0.0) is None)
     (line,) = [line for line in run.stdout.splitlines() if "NOT FINITE" in line]
     assert line.startswith("WARNING: NOT FINITE: ")
@@ -347,7 +348,8 @@ def test_the_time_left_is_told_from_the_steps_of_this_process(monkeypatch, capsy
     """100 steps were done before; 10 in 20 s leave 90 of them, for 3 minutes."""
     from types import SimpleNamespace
 
-    from shardwise.progress import ShowProgress, StepMetrics
+    from shardwise.progress import ShowProgress
+    from shardwise.telemetry.step_metrics import StepMetrics
 
     now = 1000.0
     monkeypatch.setattr("shardwise.progress.time.monotonic", lambda: now)

@@ -321,6 +321,7 @@ class TestOffline:
             logger = tracker(os.path.abspath("../"))
             logger.log_metrics({{"x": 1.0}}, step=0)
             (pid,) = children("wandb-core")
+            time.sleep(0.5)  # it writes to the disk every 0.05 s
             os.kill(pid, signal.SIGKILL)
             time.sleep(0.3)
             for step in range(5):
@@ -333,8 +334,12 @@ class TestOffline:
             [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
         )
         assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
-        line = r"W&B takes no more metrics \(.*\): this run goes on without it; what came before is in /.*\n"
-        assert re.fullmatch(line, done.stderr)
+        line = (
+            f"W&B takes no more metrics (Connection lost): this run goes on without it; "
+            f"upload what came before with: wandb sync {offline_run(tmp_path)}\n"
+        )
+        assert done.stderr == line
+        assert [point["x"] for point in history(records(offline_run(tmp_path)))] == [1.0]
 
     @pytest.mark.parametrize("mode", ["disabled", "offline"])
     def test_a_mode_of_the_environment_counts_under_auto(self, client, tmp_path, monkeypatch, mode):
@@ -475,6 +480,9 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.buckets: list[dict] = []
         self.operations: dict[str, Callable[[dict], dict]] = {}
         self.stream_works = True
+        self.lines: dict[tuple[str, str | None], dict[int, dict]] = {}  # of each run and, if it is shared, each client
+        self.ends: list[tuple[str, int]] = []  # run, exit code
+        self.rows_at_ends: list[int] = []  # that all had brought when each of them came
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -493,11 +501,16 @@ class Requests(http.server.BaseHTTPRequestHandler):
             lines = request.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
             for index, line in enumerate(lines["content"]):
                 self.server.history[lines["offset"] + index] = json.loads(line)
+            run, client = self.path.split("/")[4], self.headers.get("X-Wandb-Async-Client-Id")
+            told = self.server.lines.setdefault((run, client), {})
+            told.update({lines["offset"] + n: json.loads(line) for n, line in enumerate(lines["content"])})
             for line in request.get("files", {}).get("wandb-summary.json", {"content": []})["content"]:
                 self.server.summary = json.loads(line)
             if request.get("complete"):
                 self.server.exit_code = request.get("exitcode")
                 self.server.states.append(request.get("exitcode"))
+                self.server.ends.append((run, request.get("exitcode")))
+                self.server.rows_at_ends.append(sum(map(len, self.server.lines.values())))
             return self.answer({})
         if "mutation UpsertBucket" in request.get("query", ""):
             self.server.buckets.append(request["variables"])

@@ -30,8 +30,26 @@ def _export(argv: Sequence[str]) -> int:
     return main(list(argv))
 
 
+def _show(argv: Sequence[str]) -> int:
+    from shardwise.show.command import main
+
+    return main(list(argv))
+
+
 def _report(argv: Sequence[str]) -> int:
     from shardwise.report.command import main
+
+    return main(list(argv))
+
+
+def _logs(argv: Sequence[str]) -> int:
+    from shardwise.logs import main
+
+    return main(list(argv))
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from shardwise.doctor.command import main
 
     return main(list(argv))
 
@@ -52,7 +70,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "eval": (_use("eval"), "metrics of a checkpoint, on any data and under any strategy"),
     "predict": (_use("predict"), "predictions of a checkpoint for every sample, into a file"),
     "generate": (_use("generate"), "text from a checkpoint of a language model"),
+    "show": (_show, "make a page of one run: curves, the times of every rank, its mesh and configuration"),
     "report": (_report, "make a page of plots and tables out of a folder of runs, such as a sweep's"),
+    "logs": (_logs, "what the ranks of a run have printed, merged by time"),
+    "doctor": (_doctor, "what this machine has for training, how fast it is, and what to fix"),
     "inspect": (_inspect, "print what is in a checkpoint, and whether it is whole"),
 }
 

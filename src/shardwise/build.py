@@ -24,6 +24,7 @@ from shardwise.resolve import Resolved
 from shardwise.seeds import stable_seed
 from shardwise.slots import AUTO, accepts, arguments, build, check_arguments, find_target
 from shardwise.steps import Steps
+from shardwise.telemetry.profile import check_profile
 
 STAND_INS = {"vocab_size": 4096, "num_classes": 16}
 """Sizes that only loaded data tell, and on which the split of layers over tp does not depend."""
@@ -73,7 +74,7 @@ def check_slots(config: Config, dims: ParallelDims | None = None) -> None:
 
 
 def check_callbacks(resolved: Resolved) -> None:
-    """Whether every callback can do its work in this training, where its class says so before anything starts.
+    """Whether every callback, the profile too, can do its work in this training, where its class says so beforehand.
 
     A callback's class may define ``check_resolved(cls, resolved)``, a classmethod that raises ConfigError; it is called
     before ranks are launched, and not for ``eval`` and ``predict``.
@@ -82,6 +83,7 @@ def check_callbacks(resolved: Resolved) -> None:
         ConfigError: what a callback objects to.
     """
     config = resolved.config
+    check_profile(resolved)
     for name, node in config.callbacks.items():
         target = find_target("callbacks", node, plugins=config.plugins, where=f"callbacks.{name}")
         check = getattr(target, "check_resolved", None)

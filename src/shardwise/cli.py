@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import PLUGGED_IN, Config
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DivergedError
 from shardwise.resolve import Resolved, is_launched_rank, resolve
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def status_of(action: Any, *, rank_zero: bool = True) -> int:
         from shardwise.launch import RanksFailedError
         from shardwise.sweep.pool import SweepFailedError
 
-        if isinstance(error, (RanksFailedError, SweepFailedError)):
+        if isinstance(error, (RanksFailedError, SweepFailedError, DivergedError)):
             text = str(error)
             print(text if text.startswith("Traceback") else f"error: {text}", file=sys.stderr)
             for note in getattr(error, "__notes__", ()):

@@ -19,6 +19,7 @@ GROUPS = {
     "trainer": "Lightning's Trainer",
     "callbacks": "Lightning callbacks",
     "logger": "where metrics go beside metrics.jsonl",
+    "profile": "a few steps under PyTorch's profiler",
     "sweep": "grids and searches for -m",
 }
 """Config group -> what it is about, in the order in which ``--help`` lists them."""

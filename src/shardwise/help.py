@@ -25,9 +25,12 @@ EXAMPLES = (
     ),
     ("python train.py -m sweep=batch_scaling_digits", "a sweep from its file; typed again, it goes on where it was"),
     ("python -m shardwise report outputs/sweeps/batch_scaling_digits", "its curves and tables on one page"),
+    ("python -m shardwise show outputs/digits/<run id>", "one run as a page: its curves, and the times of every rank"),
     ("python train.py rerun=outputs/digits/<run id> seed=1", "a run again from its folder, with another seed"),
     ("python train.py checkpoint.every_n_steps=100", "saved often; Ctrl-C and SIGTERM save too, exit status 75"),
     ("python train.py resume=last", "on from the newest whole checkpoint of the newest run; also resume=<run folder>"),
+    ("python -m shardwise doctor", "what this machine has for training, and what to fix"),
+    ("python -m shardwise logs <run folder>", "what all ranks have printed, merged by time; --follow while it runs"),
     ("python -m shardwise inspect|eval|predict|generate|export <run folder>", "what can be done with a checkpoint"),
 )
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DivergedError
 from shardwise.job import Job
 from shardwise.signals import GRACE_SECONDS, PREEMPTED, Stop, owned_signals, signals_wait
 from shardwise.worker import first_failure, obey, set_failures_aside, work
@@ -86,6 +86,7 @@ def launch(job: Job, stop: Stop | None = None) -> dict[str, Any]:
 
     Raises:
         ConfigError: a rank found a mistake of the user's.
+        DivergedError: a loss or a gradient was not finite; a restart would come to the same end.
         RanksFailedError: a rank failed otherwise, with the traceback of the first; restarts are used up.
         SystemExit: a signal has ended the job at once.
     """
@@ -212,6 +213,10 @@ def _workers_of_agent(stop: Stop) -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, one)
 
+    def end(process: Any) -> None:
+        send(signal.SIGQUIT, process)
+        send(signal.SIGCONT, process)  # one that has been stopped would take no notice until it is killed
+
     def tell(one: signal.Signals) -> None:
         for process in workers:
             send(signal.SIGUSR1, process)
@@ -220,7 +225,7 @@ def _workers_of_agent(stop: Stop) -> Iterator[None]:
         start(context)
         workers[:] = context._pc.processes
         for process in workers:
-            process.terminate = functools.partial(send, signal.SIGQUIT, process)
+            process.terminate = functools.partial(end, process)
         if stop.requested is not None:  # while they were being started
             tell(stop.signal)
 
@@ -243,6 +248,8 @@ def failed(job: Job, rank: int, exitcode: int) -> Exception:
         record = None  # a rank was killed, and all that the others can tell is that it is gone
     if record is not None and record["config_error"]:
         return ConfigError(record["message"])
+    if record is not None and record.get("diverged_at") is not None:
+        return DivergedError(record["message"], step=record["diverged_at"])
     log = f"{job.run_folder}/ranks/rank_{record['rank'] if record else rank}.log"
     if record is not None:
         trace = record["traceback"].rstrip()

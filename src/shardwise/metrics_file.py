@@ -9,18 +9,27 @@ from pathlib import Path
 
 RESERVED = ("step", "time", "nonfinite")
 """Names in a line that are no metrics."""
+RANK_KINDS = ("time/", "memory/", "gpu/", "node/", "rank/")
+"""How the names of what is measured of each rank begin: how a run ran, not what came out."""
 
 
-def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, float], float]]:
+def read_lines(
+    path: str | os.PathLike[str], *, size: int | None = None
+) -> Iterator[tuple[int, dict[str, float], float]]:
     """The lines of a metrics file as (step, metrics, Unix time), in order; what is damaged is left out.
 
-    A value that JSON could not say is not a number here, infinities included. No file has no lines.
+    A value that JSON could not say is not a number here, infinities included. No file has no lines. With ``size`` only
+    those that end in its first bytes.
     """
     if not Path(path).exists():
         return
     damage = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
     with Path(path).open("rb") as file:
+        held = 0
         for text in file:
+            held += len(text)
+            if size is not None and held > size:
+                return
             if not text.endswith(b"\n"):
                 return
             with contextlib.suppress(*damage):

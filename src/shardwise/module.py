@@ -189,6 +189,10 @@ class LanguageModel(_Task):
         """Targets of the batch that are not ignored."""
         return (batch[1] != IGNORED).sum()
 
+    def count_tokens(self, batch: tuple[Tensor, Tensor]) -> int:
+        """Tokens of the batch, targets that are ignored included."""
+        return batch[0].numel()
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         losses_BT = self._losses(batch, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         loss = losses_BT.sum()

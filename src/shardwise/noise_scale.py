@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.dims import ParallelDims
-from shardwise.parallel.grad_norm import local_gradients, total_norm
+from shardwise.parallel.grad_norm import local_gradients, own_squares
 from shardwise.parallel.gradient_noise import NoiseScale, estimate
 from shardwise.parallel.own_gradients import OwnGradients
 from shardwise.resolve import Resolved
@@ -111,7 +111,7 @@ class GradientNoiseScale(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, MeshStrategy)
         squares, weights = strategy.shares_of_gradient()
-        whole = _parts_square(pl_module, ranks=strategy.dp_size)
+        whole = own_squares(local_gradients(pl_module.parameters()), ranks=strategy.dp_size)[1]
         samples = torch.full_like(whole, self._samples)
         counting = weights > 0  # a share in which nothing counts has no gradient
         square = torch.where(counting, weights * squares, 0.0).sum()
@@ -185,14 +185,3 @@ def _ways_to_two_sizes(resolved: Resolved) -> str:
     if least == 2 and free and world.accelerator == "cpu" and world.launch != "torchrun":
         return f"batch.accumulate={least}{instead}, or trainer.devices=2"
     return f"batch.accumulate={least}{instead}"
-
-
-def _parts_square(module: LightningModule, *, ranks: int) -> Tensor:
-    """Squared norm of the gradients of ``module``: this rank's summand of it, so that the sum over ``ranks`` is it."""
-    by_groups = local_gradients(module.parameters())
-    # Each part stands on all ranks over which it is not sharded.
-    squares = [
-        total_norm({(): gradients}).double().square() * torch.Size(group.size() for group in groups).numel() / ranks
-        for groups, gradients in by_groups.items()
-    ]
-    return torch.stack(squares).sum()

@@ -20,7 +20,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from shardwise.build import build_data, build_task
 from shardwise.checkpoint.saving import SaveCheckpoints
-from shardwise.config import CheckpointConfig, LRScalingConfig, ScheduleConfig, from_plain, to_plain
+from shardwise.config import CheckpointConfig, LRScalingConfig, ProfileConfig, ScheduleConfig, from_plain, to_plain
 from shardwise.job import Job, write_json
 from shardwise.resolve import Resolved
 from shardwise.steps import Steps
@@ -74,6 +74,8 @@ def probe_job(job: Job, micro_size: int, *, folder: Path) -> Job:
             schedule=ScheduleConfig(kind="constant"),
             lr_scaling=LRScalingConfig(),
             checkpoint=CheckpointConfig(),
+            profile=ProfileConfig(),
+        monitor=replace(config.monitor, nonfinite="ignore"),
             launch=replace(config.launch, max_restarts=0, time_limit=None),
             logger={"_target_": None},
             init_from=None,

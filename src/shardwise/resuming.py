@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -19,7 +20,7 @@ from shardwise.signals import Stop
 from shardwise.slots import find_target
 from shardwise.steps import Done, Steps
 from shardwise.summary import brings_optimizer
-from shardwise.tracking import JsonlLogger
+from shardwise.tracking import JsonlLogger, RankJsonlLogger
 
 
 def check_can_go_on(job: Job, resolved: Resolved, steps: Steps, task: pl.LightningModule, *, done: Done | None) -> None:
@@ -76,14 +77,14 @@ def end_if_asked(trainer: pl.Trainer, stop: Stop, *, all_saved: bool) -> None:
 
 
 def cut_metrics(job: Job, trainer: pl.Trainer) -> None:
-    """Leave in the metrics file what was there when the checkpoint was made: the rest comes again."""
-    if not trainer.is_global_zero:
-        return
+    """Leave in the metrics files what was there when the checkpoint was made: the rest comes again."""
     own = job.checkpoint is not None and job.checkpoint != job.parent
     size = read_state(job.checkpoint).get("metrics_bytes", 0) if own and job.checkpoint else 0
     for logger in trainer.loggers:
         if isinstance(logger, JsonlLogger):
             logger.cut(int(size))
+        elif isinstance(logger, RankJsonlLogger):
+            logger.go_on_after(Path(job.run_folder) / "metrics.jsonl", int(size), ranks=trainer.world_size)
 
 
 def savers(trainer: pl.Trainer) -> list[SaveCheckpoints]:

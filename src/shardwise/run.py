@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -20,7 +21,7 @@ from shardwise.build import build_data, build_task, notes_on
 from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.saving import Preempted
 from shardwise.config import to_plain
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DivergedError
 from shardwise.job import Job, unwritable
 from shardwise.probe import probe
 from shardwise.provenance import without_secrets
@@ -38,6 +39,8 @@ from shardwise.run_folder import RunFolder
 from shardwise.signals import OWNED, PREEMPTED, Stop, undisturbed
 from shardwise.steps import resolve_steps
 from shardwise.summary import brings_optimizer, show_end
+from shardwise.telemetry.step_metrics import StepMetrics
+from shardwise.telemetry.watchdog import Ending
 from shardwise.tracking import JsonlLogger, WandbTracker
 from shardwise.trainer import build_trainer, check_monitors
 
@@ -48,7 +51,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG
 """Why a run folder takes no more, which is not the program's fault."""
 
 
-def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
+def run_job(job: Job, stop: Stop | None = None, ending: Ending | None = None) -> dict[str, Any]:
     """Train and test, or whatever else the job says, on this rank; returns what ``result.json`` holds.
 
     A signal while training saves and ends the run as ``preempted``, in its last step too: the test is left to
@@ -59,6 +62,7 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     Args:
         job: what to do.
         stop: what signals ask for; while training, they ask for a checkpoint and the end.
+        ending: who is told of a job in which no step ends any more.
 
     Raises:
         ConfigError: something of the configuration shows only now to be wrong, with the data or the model at hand.
@@ -80,7 +84,14 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     trainer: pl.Trainer | None = None
     values: dict[str, Any] = {}
     exit_code, status = 1, "failed"
+    ended_by: dict[str, Any] = {}  # why, where that is to be read in result.json
     all_saved = False  # whether nothing but the test is left to be done
+
+    def close() -> None:  # by another thread, where this one hangs
+        if writer is not None and trainer is not None:
+            _leave_failed(job, writer, trainer)
+
+    ending = replace(ending or Ending(), close=close)
     try:
         if writer is not None and not job.resumed:
             writer.start()
@@ -93,7 +104,7 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
             check_can_go_on(job, resolved, steps, task, done=done)
         if writer is not None and job.resumed:
             writer.start()  # only now: a wrong word must not cost what is there
-        trainer = build_trainer(job, resolved, steps, notes=notes_on(task, config), stop=stop)
+        trainer = build_trainer(job, resolved, steps, notes=notes_on(task, config), stop=stop, ending=ending)
         check_monitors(trainer, data)
         if job.resumed:
             cut_metrics(job, trainer)
@@ -129,6 +140,9 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
         if told and all_saved and not (Path(job.run_folder) / "ranks" / "failed").exists():
             status = "preempted"
         raise
+    except DivergedError as error:
+        ended_by = {"reason": str(error).splitlines()[0], "diverged_at": error.step}
+        raise
     except MisconfigurationException as error:
         raise ConfigError(f"Lightning refuses: {' '.join(str(error).split())}") from error
     except RuntimeError as error:
@@ -156,7 +170,10 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
             "run_id": job.run_id,
             "steps": 0 if trainer is None else trainer.global_step,
             "metrics": {name: float(value) for name, value in values.items()},
+            **ended_by,
         }
+        if trainer is not None and (measured := _telemetry(trainer)):
+            result["telemetry"] = measured
         with undisturbed():
             if writer is not None and writer.record:
                 writer.finish(result, hosts=[] if trainer is None else getattr(trainer.strategy, "hosts", []))
@@ -168,6 +185,24 @@ def run_job(job: Job, stop: Stop | None = None) -> dict[str, Any]:
     if rank == 0:
         show_end(job, result)
     return result
+
+
+def _telemetry(trainer: pl.Trainer) -> dict[str, Any]:
+    """What the training's time and memory went to, as far as it is known; asks no other rank."""
+    metrics = [callback for callback in trainer.callbacks if isinstance(callback, StepMetrics)]  # type: ignore[attr-defined]
+    return metrics[0].summary() if metrics else {}
+
+
+def _leave_failed(job: Job, writer: RunFolder, trainer: pl.Trainer) -> None:
+    """``result.json`` of a run whose main thread will not write it, and word of its failure to its trackers."""
+    last = [logger.last for logger in trainer.loggers if isinstance(logger, JsonlLogger)]
+    metrics = {name: float(value) for values in last for name, value in values.items()}
+    result = {"status": "failed", "run_id": job.run_id, "steps": trainer.global_step, "metrics": metrics}
+    if writer.record:
+        writer.finish(result, hosts=getattr(trainer.strategy, "hosts", []))
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbTracker):
+            logger.finish(1)
 
 
 def _act(job: Job, resolved: Resolved, writer: "RunFolder | None") -> dict[str, Any]:

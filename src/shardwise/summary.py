@@ -3,7 +3,9 @@
 import itertools
 import math
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,23 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.store import checkpoints_of
 from shardwise.errors import ConfigError
 from shardwise.job import Job, start_command
+from shardwise.logs import shown_ranks
 from shardwise.metrics_file import read_lines
 from shardwise.noise_scale import GradientNoiseScale
 from shardwise.optim import Muon
 from shardwise.optim.groups import count_decayed, count_hidden
 from shardwise.parallel.blocks import repeated_blocks
+from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.gradient_noise import ENOUGH, verdict
 from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved
 from shardwise.signals import PREEMPTED
 from shardwise.slots import find_target
 from shardwise.steps import Steps
+from shardwise.telemetry.sentences import sentences
+
+LISTED = 8
+"""Ranks, or hosts, that the start-up table names one by one."""
 
 
 class StartUp(Callback):
@@ -44,7 +52,9 @@ class StartUp(Callback):
         if trainer.is_global_zero:
             plan = getattr(trainer.strategy, "plan", None)
             split = plan is not None and plan.sequence
-            table = start_table(self.job, self.resolved, self.steps, pl_module, notes=self.notes, sequences_split=split)
+            hosts = getattr(trainer.strategy, "hosts", [])
+            parts = (self.job, self.resolved, self.steps, pl_module)
+            table = start_table(*parts, notes=self.notes, sequences_split=split, hosts=hosts)
             width = None if sys.stdout.isatty() else 10_000  # a file has no edge
             Console(highlight=False, soft_wrap=True, width=width).print(table)
 
@@ -64,8 +74,9 @@ def start_table(
     *,
     notes: Sequence[str] = (),
     sequences_split: bool = False,
+    hosts: Sequence[str] = (),
 ) -> Table:
-    """What the rules made of the configuration, a row a rule."""
+    """What the rules made of the configuration, a row a rule; ``hosts`` are those of the ranks, in order."""
     config, world, dims, batch = resolved.config, resolved.world, resolved.dims, resolved.batch
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -80,6 +91,8 @@ def start_table(
         blocks = counted(len(repeated_blocks(module)), "block")
         table.add_row("blocks", f"{blocks}, {', '.join(itertools.compress(done, wanted))}")
     table.add_row("launch", f"{world.launch}, {processes}{nodes} ({world.reason})")
+    if world.size > 1:
+        table.add_row("ranks", rank_map(dims, hosts))
     sizes = f"micro {batch.micro_size} x data-parallel {dims.dp_size} x accumulate {batch.accumulate}"
     table.add_row("batch", f"{sizes} = global {batch.global_size}")
     length = counted(steps.total, "optimizer step")
@@ -113,6 +126,29 @@ def start_table(
     for note in (*job.notes, *notes):
         table.add_row("note", note)
     return table
+
+
+def rank_map(dims: ParallelDims, hosts: Sequence[str] = ()) -> str:
+    """Which rank has which share of the batch (dp) and part of the layers (tp), and where it runs.
+
+    ``0: dp 0 tp 0, 1: dp 0 tp 1 on node1``; the rule where there are many: ``dp = rank // 8, tp = rank % 8``.
+    """
+    size, named = dims.world_size, {"dp": dims.dp_size, "tp": dims.tp}
+    axes = [axis for axis, degree in named.items() if degree > 1]
+    if len(axes) == 2 and size <= LISTED:
+        shown = ", ".join(f"{rank}: dp {dims.dp_rank(rank)} tp {dims.tp_rank(rank)}" for rank in range(size))
+    elif len(axes) == 2:
+        shown = f"dp = rank // {dims.tp}, tp = rank % {dims.tp}"
+    else:
+        shown = f"{axes[0] if axes else 'dp'} = rank, 0 to {size - 1}"
+    there: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        there.setdefault(host, []).append(rank)
+    if len(there) <= 1:
+        return f"{shown} on {next(iter(there))}" if any(there) else shown
+    places = [f"{host}: {shown_ranks(ranks)}" for host, ranks in itertools.islice(there.items(), LISTED)]
+    more = f", and {len(there) - LISTED} more hosts" if len(there) > LISTED else ""
+    return f"{shown}; {', '.join(places)}{more}"
 
 
 def rule_changes(resolved: Resolved, steps: Steps) -> list[str]:
@@ -151,13 +187,31 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
         print(warning)
     if line := noise_verdict(job, result):
         print(line)
+    if not job.in_sweep:
+        for line in sentences(result.get("telemetry")):
+            print(wrapped(line))
     print(f"run folder: {job.run_folder}")
     if newest := newest_checkpoint(job):
         print(f"checkpoint: {newest}")
     if not job.in_sweep:
         print("next:")
-        for line in next_commands(job, status=result["status"]):
+        for line in [*look_commands(job), *next_commands(job, status=result["status"])]:
             print(f"  {line}")
+
+
+def look_commands(job: Job) -> list[str]:
+    """Commands that show this run: its page, and with several ranks their logs."""
+    module = f"{start_command(job).split(' ')[0]} -m shardwise"
+    words = ["show"] if job.action == "train" else []
+    words += ["logs"] if job.resolved().world.size > 1 else []
+    return [f"{module} {word} {shlex.quote(job.run_folder)}" for word in words]
+
+
+def wrapped(line: str) -> str:
+    """A line that a terminal breaks between words; a file has no edge."""
+    if not sys.stdout.isatty():
+        return line
+    return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def not_finite(job: Job, metrics: Mapping[str, float]) -> str | None:

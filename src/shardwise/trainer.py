@@ -1,6 +1,7 @@
 """Lightning's Trainer for a job: its strategy, its callbacks, its loggers, and what Lightning has to be told apart."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
@@ -19,7 +20,7 @@ from shardwise.config import to_plain
 from shardwise.data.sharded import ShardedDataModule
 from shardwise.errors import ConfigError
 from shardwise.job import Job
-from shardwise.progress import ShowProgress, StepMetrics
+from shardwise.progress import ShowProgress
 from shardwise.provenance import without_secrets
 from shardwise.resolve import Resolved, seconds_of
 from shardwise.seeds import stable_seed
@@ -27,7 +28,11 @@ from shardwise.slots import accepts, arguments, build, find_target
 from shardwise.steps import Steps
 from shardwise.strategies import MeshStrategy
 from shardwise.summary import StartUp
-from shardwise.tracking import JsonlLogger
+from shardwise.telemetry.profile import FOLDER, ProfileSteps, check_window
+from shardwise.telemetry.step_metrics import StepMetrics
+from shardwise.telemetry.stragglers import Stragglers
+from shardwise.telemetry.watchdog import Ending, Watchdog
+from shardwise.tracking import JsonlLogger, RankJsonlLogger
 from shardwise.weights.loading import InitFrom
 
 ON_RESUME: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -39,12 +44,13 @@ is there, the second show what comes after that step twice."""
 
 
 def build_trainer(
-    job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence[str] = (), stop: Any = None
+    job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence[str] = (), stop: Any = None, ending: Ending | None = None
 ) -> pl.Trainer:
     """Lightning's Trainer around :class:`MeshStrategy`, with this job's loggers and callbacks.
 
     Args:
         stop: its ``requested`` says who asks the training to end, or None.
+        ending: who is told of a job in which no step ends any more.
     """
     config, world, options = resolved.config, resolved.world, to_plain(resolved.config)["trainer"]
     strategy = MeshStrategy(
@@ -59,6 +65,7 @@ def build_trainer(
         find_unused_parameters=config.strategy.find_unused_parameters,
         start_timeout=config.launch.start_timeout,
         collective_timeout=config.launch.collective_timeout,
+        nonfinite=config.monitor.nonfinite,
         facts={"configuration": _fingerprint(job), "run id": job.run_id, "torch": torch.__version__},
         cluster_environment=TorchElasticEnvironment() if world.size > 1 else LightningEnvironment(),
     )
@@ -75,6 +82,12 @@ def build_trainer(
         callbacks.append(_saving(job, resolved, steps, loggers, stop))
     if config.init_from is not None and job.checkpoint is None:
         callbacks.append(InitFrom(config.init_from))
+    limits = {name: getattr(config.launch, name) for name in ("start_timeout", "collective_timeout")}
+    callbacks.append(Watchdog(**limits, ending=ending))
+    if config.monitor.straggler_factor is not None:
+        callbacks.append(Stragglers(factor=config.monitor.straggler_factor, steps=config.monitor.straggler_steps))
+    if config.profile.kind == "step":
+        callbacks.append(_profiling(job, resolved, steps))
     if options["enable_checkpointing"]:
         # Lightning's own names hold '=', which no override can.
         folder = Path(job.run_folder) / "checkpoints"
@@ -146,6 +159,17 @@ def _saving(job: Job, resolved: Resolved, steps: Steps, loggers: Sequence[Any], 
     )
 
 
+def _profiling(job: Job, resolved: Resolved, steps: Steps) -> ProfileSteps:
+    """The callback that profiles this job."""
+    from shardwise.report.timeline import write_timeline  # matplotlib, which a job without a profile does not need
+
+    settings = dict(vars(resolved.config.profile))
+    del settings["kind"]
+    if job.checkpoint is None:  # what goes on from one may have few steps left, and says so at its end
+        check_window(resolved.config, steps.total)
+    return ProfileSteps(Path(job.run_folder) / FOLDER, **settings, draw=write_timeline)
+
+
 def check_monitors(trainer: pl.Trainer, data: ShardedDataModule) -> None:
     """Whether what a callback watches will exist; Lightning would say so only after the first epoch."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -170,10 +194,10 @@ def _has_validation(data: ShardedDataModule) -> bool:
 
 
 def build_loggers(job: Job, resolved: Resolved) -> list[Any]:
-    """``metrics.jsonl``, and the logger of the configuration if there is one; only rank 0 of them writes."""
+    """``metrics.jsonl``, ``ranks/rank_<k>.jsonl`` of this rank, and the logger of the configuration if there is one."""
     config = resolved.config
     folder = Path(job.run_folder)
-    loggers: list[Any] = [JsonlLogger(folder / "metrics.jsonl")]
+    loggers: list[Any] = [JsonlLogger(folder / "metrics.jsonl"), RankJsonlLogger(folder / "ranks", rank=_rank())]
     if config.logger.get("_target_"):
         target = find_target("logger", config.logger, plugins=config.plugins)
         offered = {"save_dir": job.run_folder, "run_id": job.run_id, "resume": job.resumed}
@@ -184,6 +208,10 @@ def build_loggers(job: Job, resolved: Resolved) -> list[Any]:
             given |= special(step)
         loggers.append(build(target, given, where="logger", **{k: v for k, v in supplied.items() if k not in given}))
     return loggers
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _fingerprint(job: Job) -> str:

@@ -4,28 +4,23 @@ A worker never composes and never reads ``sys.argv``. It dies with whoever start
 """
 
 import contextlib
-import errno
 import json
-import logging
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any, TextIO
 
-from shardwise.errors import ConfigError
-from shardwise.job import Job, unwritable
+from shardwise.errors import ConfigError, DivergedError
+from shardwise.job import Job
 from shardwise.provenance import without_secrets
+from shardwise.rank_log import rank_log
 from shardwise.signals import AGAIN_SECONDS, Stop, die_with_parent, owned_signals
-
-COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What a terminal reads as a command; a log is read by people."""
 
 PEER_SECONDS = 2.0
 """How long a rank that has lost another one waits to be ended: the cause is the other's to tell."""
@@ -59,13 +54,14 @@ def obey(job: Job) -> dict[str, Any]:
     with rank_log(folder, rank, console=rank == 0 and not job.in_sweep) as console, _signals_of_rank(job, rank) as stop:
         try:
             from shardwise.run import run_job
+            from shardwise.telemetry.watchdog import Ending
 
-            return run_job(job, stop)
+            return run_job(job, stop, Ending(log=_print_to_log, fail=partial(_hung, job, console)))
         except (SystemExit, KeyboardInterrupt):  # ended from outside: no cause of anything
             raise
         except BaseException as error:
             stop.deferring = False  # nothing is left to be saved
-            if lost_peer(error):
+            if lost_peer(error) or (rank and isinstance(error, DivergedError)):  # all ranks say the same
                 time.sleep(PEER_SECONDS)  # whoever supervises the ranks ends this one first
             first = _record_failure(folder, rank, error)
             if job.world["launch"] != "torchrun":
@@ -99,90 +95,23 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in text for words in gone)
 
 
-class _Tee:
-    """A stream that also writes to a rank's log; whether it is a terminal is the stream's affair."""
+def _hung(job: Job, console: TextIO, rank: int, text: str) -> None:
+    """The record of a rank that hangs, which another one may have to leave; no main thread is there to raise."""
+    from shardwise.telemetry.watchdog import HangError
 
-    def __init__(self, stream: TextIO, log: TextIO) -> None:
-        self._stream = stream
-        self._log = log
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # a full disk: the console still hears of it, and the metrics file stops
-            self._log.write(COLOURS.sub("", text))
-        with _hung_up():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._log.flush()
-        with _hung_up():
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    first = _record_failure(Path(job.run_folder), rank, HangError(text.splitlines()[-1]), text=text)
+    if first and job.world["launch"] == "torchrun":
+        print(text, file=console, flush=True)
 
 
-@contextlib.contextmanager
-def _hung_up() -> Iterator[None]:
-    """A terminal that is gone takes no more; a run that SIGHUP asks to save goes on to its end."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
+def _print_to_log(text: str) -> None:
+    print(text, file=_log_only(), flush=True)
 
 
-@contextlib.contextmanager
-def rank_log(folder: Path, rank: int, *, console: bool) -> Iterator[TextIO]:
-    """Everything that a rank prints goes to ``ranks/rank_<k>.log``; rank 0 keeps its ``console`` too, if it has one.
-
-    What is yielded is the error stream of the console, for the rank that has to say why all of them end.
-    """
-    with _opened(folder / "ranks" / f"rank_{rank}.log") as log:
-        if not console:
-            # The descriptors, so that libraries and child processes follow.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            with os.fdopen(os.dup(2), "w", encoding="utf-8") as before:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-                yield before
-            return
-        out, err = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)
-        _reopen_handlers(err, sys.stderr)
-        try:
-            yield err
-        finally:
-            _reopen_handlers(sys.stderr, err)
-            sys.stdout, sys.stderr = out, err
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
-    """A log, to which a line that does not fit any more is lost."""
-    try:
-        log = path.open("a", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
-        yield log
-    finally:
-        with contextlib.suppress(OSError):
-            log.close()
-
-
-def _reopen_handlers(old: Any, new: Any) -> None:
-    # Handlers hold on to the stream that they were created with.
-    for name in ("", *logging.root.manager.loggerDict):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is old:
-                handler.stream = new
-
-
-def _record_failure(folder: Path, rank: int, error: BaseException) -> bool:
+def _record_failure(folder: Path, rank: int, error: BaseException, *, text: str | None = None) -> bool:
     """What went wrong on this rank and when, for whoever started it; whether it is the first of all ranks.
+
+    ``text`` takes the place of the traceback of an error that was not raised.
 
     The earliest record is the cause.
     """
@@ -190,12 +119,14 @@ def _record_failure(folder: Path, rank: int, error: BaseException) -> bool:
         "rank": rank,
         "time": time.time(),
         "config_error": isinstance(error, ConfigError),
+        "diverged_at": error.step if isinstance(error, DivergedError) else None,
         "lost_peer": lost_peer(error),
         "message": without_secrets(str(error)),
-        "traceback": without_secrets("".join(traceback.format_exception(error))),
+        "traceback": without_secrets(text or "".join(traceback.format_exception(error))),
     }
+    here = int(os.environ.get("RANK", "0"))  # which may tell of another one
     with contextlib.suppress(OSError):
-        print(record["traceback"], file=sys.stderr if rank else _log_only(), flush=True)
+        print(str(record["traceback"]).rstrip(), file=sys.stderr if here else _log_only(), flush=True)
     with contextlib.suppress(OSError):
         (folder / "ranks" / f"failure_{rank}.json").write_text(json.dumps(record), encoding="utf-8")
     try:
@@ -208,7 +139,7 @@ def _record_failure(folder: Path, rank: int, error: BaseException) -> bool:
 
 
 def _telling(error: BaseException) -> str:
-    if isinstance(error, ConfigError) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
+    if isinstance(error, (ConfigError, DivergedError)) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
         return f"error: {error}"
     return "".join(traceback.format_exception(error)).rstrip()
 

@@ -125,7 +125,7 @@ class SaveCheckpoints(Callback):
         self._last_time = time.monotonic()
         if self._trainer is not trainer:
             _after(trainer.fit_loop.epoch_loop, "on_advance_end", lambda: self._step_done(trainer))
-            _after(trainer.fit_loop, "on_advance_end", lambda: self._decide(trainer))
+            _after(trainer.fit_loop, "on_advance_end", lambda: self._between_steps(trainer))
             self._trainer = trainer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,6 +185,11 @@ class SaveCheckpoints(Callback):
 
     def _step_done(self, trainer: Trainer) -> None:
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self._between_steps(trainer)
+
+    def _between_steps(self, trainer: Trainer) -> None:
+        strategy: Any = trainer.strategy
+        with strategy.clock.phase("checkpoint"):
             self._decide(trainer)
 
     def _decide(self, trainer: Trainer) -> None:
@@ -212,7 +217,9 @@ class SaveCheckpoints(Callback):
         self._wish.end()
         due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
         if (self.at_end or due) and self.saved_step != trainer.global_step:
-            self.save(trainer)
+            strategy: Any = trainer.strategy
+            with strategy.clock.phase("checkpoint"):
+                self.save(trainer)
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait for what is being written; raises what went wrong with it."""

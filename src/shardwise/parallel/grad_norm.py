@@ -49,6 +49,20 @@ def total_norm(by_groups: dict[tuple, list[Tensor]]) -> Tensor:
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 
+def own_squares(by_groups: dict[tuple, list[Tensor]], *, ranks: int) -> Tensor:
+    """Squares of 2-norms, of this rank's own parts: (2,) float64; no collective.
+
+    The first is that of all parts that it holds. The second is its summand of the square over all gradients as one
+    vector: what ``ranks`` ranks have here adds up to it. Each part stands on all ranks over which it is not sharded.
+    """
+    squares = [torch.zeros(2, dtype=torch.float64)]
+    for groups, gradients in by_groups.items():
+        square = total_norm({(): gradients}).double().square()
+        share = torch.Size(group.size() for group in groups).numel() / ranks
+        squares.append(torch.stack([square, square * share]))
+    return torch.stack([pair.to(squares[-1].device) for pair in squares]).sum(0)
+
+
 def clip_by_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients in place so that their common 2-norm is at most ``max_norm``; returns the norm before.
 

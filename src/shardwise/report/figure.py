@@ -4,7 +4,7 @@ import contextlib
 import io
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,15 @@ def png(figure: Figure) -> bytes:
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
     picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(buffer, format="png")
     return buffer.getvalue()
+
+
+def in_both_themes(draw: Callable[[Theme], Figure]) -> tuple[bytes, bytes]:
+    """A plot as PNG files, for a light page and for a dark one."""
+    files = []
+    for theme in (LIGHT, DARK):
+        with drawing(theme):
+            files.append(png(draw(theme)))
+    return files[0], files[1]
 
 
 def plain(text: str, *, width: int = 44) -> str:

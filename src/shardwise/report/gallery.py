@@ -6,8 +6,9 @@ from markupsafe import Markup
 
 from shardwise.errors import ConfigError
 from shardwise.report.analysis import Analysis
-from shardwise.report.page import draw, inline
+from shardwise.report.figure import in_both_themes
 from shardwise.report.plots import make_plots
+from shardwise.report.web import inline
 
 FIGURE = Markup('<figure><h3>{}</h3><img src="{}" alt="{}" width="640"><figcaption>{}{}</figcaption></figure>')
 RULES = Markup("<details><summary>How it is measured</summary>{}</details>")
@@ -38,7 +39,7 @@ class Gallery:
     def _repr_html_(self) -> str:
         return "".join(
             FIGURE.format(
-                *(plot.title, inline(draw(plot)[0]), plot.title, plot.caption),
+                *(plot.title, inline(in_both_themes(plot.draw)[0]), plot.title, plot.caption),
                 RULES.format(plot.rules) if plot.rules else "",
             )
             for plot in self.plots

@@ -1,25 +1,20 @@
 """The report's files: one page with everything in it, the plots as PNG files, the runs as a table for other tools."""
 
-import base64
 import csv
-import hashlib
-import importlib.resources
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
 from shardwise.checkpoint.manifest import printable
 from shardwise.errors import ConfigError
 from shardwise.report.analysis import Analysis
-from shardwise.report.figure import DARK, LIGHT, drawing, png
+from shardwise.report.figure import in_both_themes
 from shardwise.report.labels import MISSING, short_names, show
 from shardwise.report.plots import Plot, make_plots
 from shardwise.report.runs import DAMAGED
 from shardwise.report.summary import by_setting, sentences, worth_showing
+from shardwise.report.web import inline, render_page
 
 PAGE, TABLE, PLOTS = "report.html", "runs.csv", "plots"
 MAX_KEYS = 8
@@ -28,19 +23,6 @@ MAX_REASONS = 50
 """Runs that failed which the page lists."""
 MAX_LISTED = 200
 """Skipped folders that the page lists."""
-SCRIPT = """
-document.querySelectorAll("table.sort th").forEach((head, at) => head.addEventListener("click", () => {
-  const body = head.closest("table").tBodies[0], up = head.getAttribute("aria-sort") !== "ascending";
-  head.parentNode.querySelectorAll("th").forEach(other => other.removeAttribute("aria-sort"));
-  head.setAttribute("aria-sort", up ? "ascending" : "descending");
-  const value = row => { const v = row.cells[at].dataset.v; return v === "" ? NaN : isNaN(v) ? v : Number(v); };
-  [...body.rows].map(row => [value(row), row]).sort(([a], [b]) =>
-    a !== a ? (b !== b ? 0 : 1) : b !== b ? -1 : (typeof a === "number" && typeof b === "number" ? a - b
-      : String(a).localeCompare(String(b), undefined, {numeric: true})) * (up ? 1 : -1)
-  ).forEach(([, row]) => body.append(row));
-}));
-"""
-"""Sorts the table by the column that is clicked; the page is complete without it."""
 
 
 def write_report(analysis: Analysis, folder: Path) -> Path:
@@ -56,7 +38,7 @@ def write_report(analysis: Analysis, folder: Path) -> Path:
             csv.writer(file).writerows(csv_rows(analysis))
         images = []
         for plot in plots:
-            light, dark = draw(plot)
+            light, dark = in_both_themes(plot.draw)
             (folder / PLOTS / f"{plot.name}.png").write_bytes(light)
             images.append((plot, inline(light), inline(dark)))
         for old in (folder / PLOTS).glob("*.png"):
@@ -71,28 +53,15 @@ def write_report(analysis: Analysis, folder: Path) -> Path:
     return folder / PAGE
 
 
-def draw(plot: Plot) -> tuple[bytes, bytes]:
-    """A plot as PNG files, for a light page and for a dark one."""
-    files = []
-    for theme in (LIGHT, DARK):
-        with drawing(theme):
-            files.append(png(plot.draw(theme)))
-    return files[0], files[1]
-
-
 def render(analysis: Analysis, images: Sequence[tuple[Plot, str, str]], lacking: Sequence[str]) -> str:
     """The page. Every text in it is escaped, and a policy lets nothing run but the one script that is ours."""
-    source = importlib.resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     runs = analysis.runs
     commands = list(dict.fromkeys(run.typed_command for run in runs if run.typed_command))
     heads, rows = table(analysis)
     ill = [run for run in runs if run.reason or run.status in ("failed", DAMAGED)]
     hidden = len(runs.varying) - MAX_KEYS
-    return environment.from_string(source).render(
+    return render_page(
+        "report/page.html.jinja",
         title=printable(runs.folder.resolve().name if runs.folder is not None else "runs"),
         sentences=[printable(line) for line in sentences(analysis)],
         images=[(plot.title, plot.caption, plot.rules, light, dark) for plot, light, dark in images],
@@ -111,8 +80,6 @@ def render(analysis: Analysis, images: Sequence[tuple[Plot, str, str]], lacking:
         more_commands=len(commands) - 3,
         skipped=runs.skipped[:MAX_LISTED],
         more_skipped=len(runs.skipped) - MAX_LISTED,
-        script=Markup(SCRIPT),
-        digest=digest,
     )
 
 
@@ -181,8 +148,3 @@ def _safe(value: Any) -> Any:
         return "NaN"
     text = printable(value) if isinstance(value, str) else value
     return f"'{text}" if isinstance(text, str) and text[:1] in ("=", "+", "-", "@") and text != "-" else text
-
-
-def inline(image: bytes) -> str:
-    """A PNG file as the address of an image that needs no file."""
-    return f"data:image/png;base64,{base64.b64encode(image).decode()}"

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from shardwise.checkpoint.manifest import printable
-from shardwise.metrics_file import read_lines
+from shardwise.metrics_file import RANK_KINDS, read_lines
 from shardwise.report.ending import reason_of
 from shardwise.report.runs import DAMAGED, STATUSES, Curve, Run, number
 
@@ -40,22 +40,22 @@ def read_run(folder: Path, *, status: str | None = None, message: str = "") -> R
         ValueError: it is no run of a training, or what it holds cannot be understood.
         OSError: a file cannot be read.
     """
-    config = _yaml(folder / "config.yaml")
+    config = plain_yaml(folder / "config.yaml")
     if not isinstance(config, dict) or not isinstance(config.get("derived"), dict):
         raise ValueError("its config.yaml has no 'derived': not a run of shardwise, or one that ended before it began")
     batch = number(config["derived"].get("batch_global_size"))
     if batch is None or not 1 <= batch < 2**53:
         raise ValueError("its config.yaml says no derived.batch_global_size: no training of shardwise")
-    provenance = _json(folder / "provenance.json")
+    provenance = plain_json(folder / "provenance.json")
     if (action := provenance.get("action", "train")) != "train":
         raise ValueError(f"a run of {str(action)[:40]}, which trains nothing")
-    result = _json(folder / "result.json")
-    overrides = _yaml(folder / "overrides.yaml", missing=[])
+    result = plain_json(folder / "result.json")
+    overrides = plain_yaml(folder / "overrides.yaml", missing=[])
     command = provenance.get("command")
     known = result.get("status")
     if isinstance(result.get("metrics"), dict):
         result["metrics"] = dict(list(result["metrics"].items())[:MAX_METRICS])
-    metrics, held, broken = _curves(folder / "metrics.jsonl", batch=int(batch))
+    metrics, held, broken = read_curves(folder / "metrics.jsonl", batch=int(batch))
     ended = known if known in STATUSES else (status if not result and status in STATUSES[1:] else "unfinished")
     reason, log = reason_of(folder, result=result, listed=message) if ended in ("failed", "unfinished") else ("", "")
     if damage := _damage(folder, held, broken, claimed=number(result.get("steps"))):
@@ -92,8 +92,8 @@ def _damage(folder: Path, held: int, broken: int, *, claimed: float | None) -> s
     return ""
 
 
-def _curves(path: Path, *, batch: int) -> tuple[dict[str, Curve], int, int]:
-    """The curves, and how many lines of the file were read and how many could not be."""
+def read_curves(path: Path, *, batch: int) -> tuple[dict[str, Curve], int, int]:
+    """The curves of what came out, not of how the ranks ran; how many lines were read, and how many could not be."""
     _check_size(path, MAX_METRICS_BYTES)
     lines: dict[str, _Lines] = {}
     begun: float | None = None
@@ -105,7 +105,7 @@ def _curves(path: Path, *, batch: int) -> tuple[dict[str, Curve], int, int]:
         begun = when if begun is None else begun
         for name, value in metrics.items():
             kind = type(value)
-            if kind is not float and kind is not int:
+            if (kind is not float and kind is not int) or name.startswith(RANK_KINDS):
                 continue
             held = lines.get(name)
             if held is None:
@@ -161,7 +161,7 @@ def _flat(plain: dict[str, Any], *, budget: int = MAX_VALUES) -> Iterator[tuple[
     yield from walk(counted(plain, 0), "")
 
 
-def _yaml(path: Path, missing: Any = None) -> Any:
+def plain_yaml(path: Path, missing: Any = None) -> Any:
     """Plain YAML: a tag that would build an object is an error."""
     _check_size(path, MAX_BYTES[path.name])
     try:
@@ -177,7 +177,7 @@ def _yaml(path: Path, missing: Any = None) -> Any:
         raise ValueError(f"its {path.name} is no plain YAML ({first_line(error)})") from error
 
 
-def _json(path: Path) -> dict[str, Any]:
+def plain_json(path: Path) -> dict[str, Any]:
     """A file of JSON that is a mapping; empty if there is none."""
     _check_size(path, MAX_BYTES[path.name])
     try:

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from lightning_fabric.plugins import ClusterEnvironment
 from lightning_fabric.utilities.optimizer import _optimizers_to_device
 from pytorch_lightning import LightningModule, Trainer
@@ -31,14 +33,17 @@ from shardwise.parallel.grad_norm import scale_gradients_
 from shardwise.parallel.initialise import materialise, share_values
 from shardwise.parallel.layout import Layout, lay_out
 from shardwise.parallel.local_tensors import Leaves, partial_parameters, sum_partial_gradients
+from shardwise.parallel.named_values import Gathered, NamedGather
 from shardwise.parallel.own_gradients import OwnGradients
 from shardwise.parallel.plan import Plan
 from shardwise.parallel.replicas import check_replicas
 from shardwise.parallel.sharded_step import check_sharded
+from shardwise.parallel.timed_collectives import timed_reducer
 from shardwise.seeds import stable_seed
 from shardwise.strategies.checkpoints import MeshCheckpoints
 from shardwise.strategies.logged import LoggedOnStep, log_over_ranks, reduce_metrics_over
 from shardwise.strategies.micro_batches import batch_samples, check_same_batch, split_batch
+from shardwise.strategies.nonfinite import NonFinite
 from shardwise.strategies.precision import MIXED, MeshClipping, mesh_precision
 from shardwise.strategies.step import Step
 
@@ -69,6 +74,8 @@ class MeshStrategy(MeshCheckpoints):
         find_unused_parameters: as in DistributedDataParallel.
         start_timeout: seconds for meeting the other ranks and for the first step.
         collective_timeout: seconds for a collective after the first step.
+        nonfinite: what is done about a loss or a gradient that is not finite: ``stop``, ``skip`` or ``ignore``
+            (shardwise.strategies.nonfinite).
         facts: name -> plain value on which all ranks have to agree when training starts.
 
     The product of the degrees has to be the number of processes. Works with CPUs (gloo) and GPUs (NCCL).
@@ -93,6 +100,7 @@ class MeshStrategy(MeshCheckpoints):
         find_unused_parameters: bool = False,
         start_timeout: float = 600.0,
         collective_timeout: float = 120.0,
+        nonfinite: str = "stop",
         facts: Mapping[str, Any] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
@@ -127,8 +135,15 @@ class MeshStrategy(MeshCheckpoints):
         self._defer_gradient_sync = defer_gradient_sync
         self._find_unused_parameters = find_unused_parameters
         self._step: Step | None = None
+        self.nonfinite = NonFinite(nonfinite, self)
         self._counts_late = False
         self._starting = True
+        self.gathers_logged = True
+        """Whether what the module logs is put together over ranks as the step ends; False where a callback gathers it
+        with other things (``step_values``)."""
+        self._logged: LoggedOnStep | None = None
+        self._gather: NamedGather | None = None
+        self._warned: set[str] = set()
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -139,9 +154,10 @@ class MeshStrategy(MeshCheckpoints):
         self._set_up_precision()
         module = self.lightning_module
         if self.dp_group is not None:
-            log_over_ranks(module)
+            log_over_ranks(module, trainer, self.dp_group)
         if self.dims.world_size > 1:
             reduce_metrics_over(module, self.dp_group)
+            self._gather = NamedGather(dist.group.WORLD, self.root_device)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             _check_contract(module, trainer)
@@ -185,6 +201,7 @@ class MeshStrategy(MeshCheckpoints):
                 autocast=not self.dims.uses_fsdp,
                 scaler=getattr(plugin, "scaler", None),
             )
+        self.precision_plugin.nonfinite = self.nonfinite
 
     def _parallelise(self, module: LightningModule) -> None:
         """Formats, sharding, then memory and initial values: nothing is held whole that is kept in parts.
@@ -240,6 +257,8 @@ class MeshStrategy(MeshCheckpoints):
         super().on_train_start()
         self.continue_training()
         self._settle_buckets()
+        assert self.lightning_module is not None
+        self.clock.step = self.lightning_module.trainer.global_step
 
     def _settle_buckets(self) -> None:
         """Let DistributedDataParallel order its buckets before the first step.
@@ -276,6 +295,10 @@ class MeshStrategy(MeshCheckpoints):
         Returns:
             Mean loss of the first micro-batch on this rank.
         """
+        with self.clock.phase("forward"):
+            return self._begin_step(batch, args)
+
+    def _begin_step(self, batch: Any, args: tuple) -> Tensor:
         if self._starting and self.tp_group is not None:
             check_same_batch(batch, self.tp_group)
         count_targets = getattr(self.lightning_module, "count_targets", None)
@@ -289,6 +312,7 @@ class MeshStrategy(MeshCheckpoints):
             group=self.dp_group,
             device=self.root_device,
         )
+        self.nonfinite.begin(step)
         loss = self._forward(step, 0)
         self._counts_late = step.late
         return loss
@@ -305,7 +329,9 @@ class MeshStrategy(MeshCheckpoints):
         self._sync_gradients(last or not self._defer_gradient_sync, last=last)
         with self.precision_plugin.train_step_context():
             output = self._run("training_step", step.batches[index], *step.args)
-        return step.take(index, output)
+        loss = step.take(index, output)
+        self.nonfinite.see_loss(index, loss)
+        return loss
 
     def _sync_gradients(self, wanted: bool, *, last: bool) -> None:
         """Whether the coming forward and backward pass communicates gradients."""
@@ -319,25 +345,30 @@ class MeshStrategy(MeshCheckpoints):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward pass of the first micro-batch, then forward and backward of the others."""
+        with self.clock.phase("backward"):
+            return self._backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         step, module = self._step, self.lightning_module
         assert step is not None
         assert module is not None
         plugin = self.precision_plugin
         several = len(step.batches) > 1
-        logged = LoggedOnStep(module.trainer)
+        self._logged = logged = LoggedOnStep(module.trainer)
         if several:
             logged.keep()
         weighted = plugin.pre_backward(step.weigh(0, closure_loss), module)
-        with self._each_gradient(module):
+        with self._each_gradient(module), self._timed_reducer(weighted):
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
         for index in range(1, len(step.batches)):
             # The module may log from its training_step.
             hook, module._current_fx_name = module._current_fx_name, "training_step"
-            loss = self._forward(step, index)
+            with self.clock.phase("forward"):
+                loss = self._forward(step, index)
             module._current_fx_name = hook
             logged.keep()
             weighted = plugin.scale_loss(step.weigh(index, loss))
-            with self._each_gradient(module):
+            with self._each_gradient(module), self._timed_reducer(weighted):
                 plugin.backward(weighted, module, optimizer, *args, **kwargs)
         if self._leaves is not None:
             self._leaves.hand_over()
@@ -346,20 +377,29 @@ class MeshStrategy(MeshCheckpoints):
         if several:
             logged.merge(step.shares())
         if self._logs_now(module):
-            assert self.dp_group is not None
-            logged.over_ranks(step.count(), self.dp_group)
+            values = self.step_values()
+            assert self._gather is not None
+            self.put_step_values(self._gather(list(values), torch.stack(list(values.values()))))
         correction = step.correction()
         if correction is not None:
             scale_gradients_(module.parameters(), correction)
-        step.batches = []
+        self.nonfinite.after_backward()
         return plugin.post_backward(weighted, module)
 
     def _logs_now(self, module: LightningModule) -> bool:
         """Whether what the module has logged in this step is to be put together over ranks; all ranks agree."""
+        if not self.gathers_logged:
+            return False
         every: int = module.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.dp_group is None or not every or (module.trainer.global_step + 1) % every:
+        if self._gather is None or not every or (module.trainer.global_step + 1) % every:
             return False
         return getattr(module, "logs_in_training", True)
+
+    def _timed_reducer(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
+        model = self.model
+        if not self.clock.running or not isinstance(model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return timed_reducer(self.clock, loss) if model.require_backward_grad_sync else contextlib.nullcontext()
 
     def _each_gradient(self, module: LightningModule) -> contextlib.AbstractContextManager[None]:
         """Around a backward pass: each micro-batch has a gradient of its own, which FSDP adds up out of reach."""
@@ -385,9 +425,35 @@ class MeshStrategy(MeshCheckpoints):
         return self.own_gradients.take() * (step.factor / factor) ** 2, weights
 
     @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that this process has left out, as a loss or a gradient was not finite."""
+        return self.nonfinite.skipped_steps
+
+    @property
     def defers_gradient_sync(self) -> bool:
         """Whether gradients are reduced once, after the last micro-batch."""
         return self._defer_gradient_sync
+
+    def step_values(self) -> dict[str, Tensor]:
+        """What this rank knows of the last step: sum of its losses, what that is a sum over, and what the module has
+        logged; 0-dim, float64. Whoever gathers them over all ranks hands them to ``put_step_values``."""
+        assert self._step is not None
+        assert self._logged is not None
+        values = {"step/loss_sum": self._step.loss_sum, "step/count": self._step.count(), **self._logged.mine()}
+        return {name: value.detach().to(self.root_device, torch.float64) for name, value in values.items()}
+
+    def put_step_values(self, gathered: Gathered) -> dict[str, float]:
+        """Make what the module has logged in the last step that of all ranks.
+
+        Args:
+            gathered: ``step_values`` of all ranks, among other numbers.
+
+        Returns:
+            What only other ranks have logged, by name.
+        """
+        assert self._logged is not None
+        dp_ranks = np.array([self.dims.dp_rank(rank) for rank in range(len(gathered.values))])
+        return self._logged.put(gathered, gathered.column("step/count"), dp_ranks, self._warned)
 
     def global_loss(self) -> Tensor:
         """Mean loss of the last step over its global batch: 0-dim, float64. A collective."""
@@ -395,8 +461,12 @@ class MeshStrategy(MeshCheckpoints):
         return self._step.global_loss()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._check_replicas()
+        with self.clock.phase("optimizer"):  # from which the forward and backward pass in the closure take theirs
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            if self._step is not None:
+                self._step.batches = []  # so far, the step might have had to be run again
+            self._check_replicas()
+        self.clock.step += 1
         if self._starting:
             self._starting = False
             self.started()
@@ -471,6 +541,7 @@ class MeshStrategy(MeshCheckpoints):
         if module is not None and not parts and not any(p.is_meta for p in module.parameters()):
             super().teardown()
             return
+        self.stop_clock()
         # The base class moves the module to the CPU, which sharded parameters on a GPU mesh do not survive, and which
         # fails on the meta device, where an error has left the module: that error is the one to show.
         assert self.cluster_environment is not None

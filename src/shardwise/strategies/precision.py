@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
+from torch.optim import LBFGS
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.grad_norm import clip_by_norm_, clip_by_value_
 from shardwise.parallel.sharded_step import stepping_right, way_of
+from shardwise.strategies.nonfinite import NonFinite
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Mixed precisions -> format of the computation."""
@@ -21,21 +23,29 @@ class MeshClipping:
 
     grad_norm: Tensor | None = None
     """0-dim: norm of the last step's gradients before clipping."""
+    nonfinite: NonFinite | None = None
+    """Looks at each step before it is made; None where nobody does."""
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         self.grad_norm = clip_by_norm_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+        if self.nonfinite is not None:
+            self.nonfinite.see_norm(self.grad_norm)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         clip_by_value_(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Forward and backward pass, clipping, and the step, which is right on sharded parameters."""
-        if way_of(optimizer) is None:
+        looks = self.nonfinite is not None and self.nonfinite.policy == "skip"
+        if way_of(optimizer) is None and (not looks or isinstance(optimizer, LBFGS)):
             return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
         if getattr(self, "scaler", None) is not None:  # it decides whether there is a step
             with stepping_right(optimizer):
                 return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
         result = self._wrap_closure(model, optimizer, closure)  # type: ignore[attr-defined]
+        if self.nonfinite is not None and self.nonfinite.skips():
+            optimizer._opt_called = True  # schedules go on all the same
+            return result
         with stepping_right(optimizer):
             optimizer.step(**kwargs)
         return result

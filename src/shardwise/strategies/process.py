@@ -1,7 +1,7 @@
 """Where a process stands on the mesh of all ranks, and the collectives that Lightning asks of a strategy."""
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.parallel.dims import ParallelDims
 from shardwise.parallel.mesh import build_mesh, check_agreement, data_group, limit_collectives
+from shardwise.parallel.timed_collectives import recorder, time_collectives
 from shardwise.step_clock import StepClock
 from shardwise.strategies.spawn import Spawn
 
@@ -55,7 +56,8 @@ class MeshProcess(ParallelStrategy):
         self.dp_group: dist.ProcessGroup | None = None
         """The ranks that see different samples and hold the same part of the model; None if there is one only."""
         self.clock = StepClock()
-        """Where this rank's time goes; it stands until somebody starts it."""
+        """Where this rank's time goes; it stands until ``start_clock``."""
+        self._stop_timing: Callable[[], None] | None = None
         self.hosts: list[str] = []
         """Host name of every rank; empty with one process."""
 
@@ -152,6 +154,33 @@ class MeshProcess(ParallelStrategy):
         """From the limit for starting to the limit for a collective in training."""
         if self.mesh is not None:
             limit_collectives(self.mesh, self._collective_timeout, self.dp_group)
+
+    def start_clock(self) -> None:
+        """Let the clock go, and charge it with what the calling thread waits for other ranks, until ``stop_clock``."""
+        self.stop_clock()
+        stream = torch.cuda.current_stream(self.root_device) if self.root_device.type == "cuda" else None
+        self.clock.record = None if stream is None else recorder(stream)
+        groups: set[Any] = {self.dp_group} - {None}
+        if self.mesh is not None:
+            groups |= {self.mesh.get_group(axis) for axis in range(self.mesh.ndim)}
+        self._stop_timing = time_collectives(self.clock, groups, stream=stream)
+        self.clock.start()
+
+    def stop_clock(self) -> None:
+        """End what ``start_clock`` has begun; what the clock has counted is still there to be taken."""
+        if self._stop_timing is not None:
+            self._stop_timing()
+            self._stop_timing = None
+            self.clock.stop()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Belongs to the waiting for data in training; in evaluation to that."""
+        with self.clock.phase("data" if self.clock.current == "other" else self.clock.current):
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    def teardown(self) -> None:
+        self.stop_clock()
+        super().teardown()
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks (or ``group``); what is no tensor comes back as it is."""

@@ -127,10 +127,15 @@ class Step:
         self.factor = announced / _not_zero(self.total)
         return self.factor
 
+    @property
+    def loss_sum(self) -> Tensor:
+        """Sum of the losses of all micro-batches of this rank: 0-dim, float64."""
+        assert self._loss_sum is not None
+        return self._loss_sum
+
     def global_loss(self) -> Tensor:
         """Mean loss over the global batch: 0-dim, float64. A collective."""
-        assert self._loss_sum is not None
-        loss_sum = self._loss_sum.clone()
+        loss_sum = self.loss_sum.clone()
         if self._group is not None:
             dist.all_reduce(loss_sum, group=self._group)
         return loss_sum / _not_zero(self.total)

@@ -12,18 +12,22 @@ from shardwise.sweep.source import Outcome, Planned
 
 
 def before(planned: Planned, row: dict[str, Any]) -> Outcome:
-    """The outcome of a job that was completed when the sweep began."""
+    """The outcome of a job that was over when the sweep began."""
     job = replace(planned.job, run_folder=row["run_folder"], run_id=Path(row["run_folder"]).name)
-    result = {"status": "completed", "run_id": job.run_id, "steps": row.get("steps"), "metrics": row["metrics"]}
-    return Outcome(planned, job, "completed", "", result, row.get("seconds", 0.0), row.get("attempts", 1), before=True)
+    status, message = row["status"], row["message"]
+    result = {"status": status, "run_id": job.run_id, "steps": row.get("steps"), "metrics": row["metrics"]}
+    seconds, attempts = row.get("seconds", 0.0), row.get("attempts", 1)
+    return Outcome(planned, job, status, message, result, seconds, attempts, before=True)
 
 
-def completed(row: dict[str, Any]) -> dict[str, Any] | None:
-    """What a job's own folder says of it, if it says that it is completed."""
+def over(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What a job's own folder says of it, if it says that it is completed, or has diverged."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         result = json.loads((Path(row["run_folder"]) / "result.json").read_text(encoding="utf-8"))
-        if result["status"] == "completed" and isinstance(result["metrics"], dict):
-            found = {"status": "completed", "message": "", "metrics": result["metrics"], "steps": result.get("steps")}
+        diverged = isinstance(result.get("diverged_at"), int)
+        if (result["status"] == "completed" or diverged) and isinstance(result["metrics"], dict):
+            status, message = ("diverged", str(result.get("reason", ""))) if diverged else ("completed", "")
+            found = {"status": status, "message": message, "metrics": result["metrics"], "steps": result.get("steps")}
             return {**found, "seconds": result.get("seconds", 0.0)}
     return None
 

@@ -18,7 +18,7 @@ from shardwise.job import held, holder_of, unwritable, write_json
 from shardwise.provenance import without_secrets
 from shardwise.sweep.code import code_state, shown_code
 from shardwise.sweep.planning import deciding
-from shardwise.sweep.source import INTERRUPTED, STATUSES, Common, Outcome, Planned
+from shardwise.sweep.source import INTERRUPTED, OVER, STATUSES, Common, Outcome, Planned
 
 ROWS, SHARED = "jobs.json", "sweep.json"
 SHOWN = 3
@@ -80,7 +80,7 @@ class Ledger:
         """
         self._check_same(common)
         counted = [row for key, row in self.rows.items() if row["status"] != "skipped" and (not keys or key in keys)]
-        done = [row for row in counted if row["status"] == "completed" or is_partial(row)]
+        done = [row for row in counted if row["status"] in OVER or is_partial(row)]
         others = [row for row in done if row.get("code") != self.code]
         notes = []
         if others:

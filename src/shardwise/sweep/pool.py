@@ -13,12 +13,12 @@ from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.job import Job, in_run_folder
 from shardwise.signals import GRACE_SECONDS, PREEMPTED, Stop, owned_signals
-from shardwise.sweep.earlier import before, completed, continued
+from shardwise.sweep.earlier import before, continued, over
 from shardwise.sweep.going_on import go_on
 from shardwise.sweep.ledger import ROWS, Ledger, in_sweep_folder, is_partial
 from shardwise.sweep.process import JobProcess
 from shardwise.sweep.slots import Shares, count_slots
-from shardwise.sweep.source import INTERRUPTED, Outcome, Planned, Source, counted
+from shardwise.sweep.source import INTERRUPTED, OVER, Outcome, Planned, Source, counted
 from shardwise.sweep.table import Display, show_end
 from shardwise.worker import set_failures_aside
 
@@ -33,7 +33,8 @@ class SweepFailedError(RuntimeError):
 def run_jobs(source: Source, *, folder: Path, sample: Planned) -> list[Outcome]:
     """Run what a source hands out, ``sweep.slots`` jobs side by side; failures are told at once and again at the end.
 
-    What ``folder`` knows of an earlier run of this sweep is kept: completed jobs are not run again, partial ones go on.
+    What ``folder`` knows of an earlier run of this sweep is kept: jobs that are over (completed, or diverged) are not run
+    again, partial ones go on.
 
     Args:
         source: where the jobs come from.
@@ -82,7 +83,7 @@ def _judged(outcomes: list[Outcome], stop: Stop, folder: Path) -> list[Outcome]:
         raise SystemExit(PREEMPTED)
     if stop.requested is not None and any(outcome.status in ("skipped", "preempted") for outcome in outcomes):
         raise SystemExit(128 + stop.signal)  # between two jobs, or before they had anything to save
-    broken = [outcome for outcome in outcomes if outcome.status not in ("completed", "pruned")]
+    broken = [outcome for outcome in outcomes if outcome.status not in (*OVER, "pruned")]
     if broken:
         kinds = {outcome.status: sum(one.status == outcome.status for one in broken) for outcome in broken}
         named = ", ".join(f"{n} {'not started' if status == 'skipped' else status}" for status, n in kinds.items())
@@ -178,7 +179,7 @@ class _Pool:
             why = self._ending or INTERRUPTED
             self.ledger.skip(planned, why)
             row = self.ledger.row(planned) or {}
-            if row.get("status") == "completed":
+            if row.get("status") in OVER:
                 self.outcomes.append(before(planned, row))
             else:
                 self.outcomes.append(Outcome(planned, planned.job, "skipped", why))
@@ -190,9 +191,9 @@ class _Pool:
         if any(one.planned.key == planned.key for one in self.running):  # a search tries a point again
             planned = replace(planned, key=f"{planned.key}#{planned.number}")
         row = self.ledger.row(planned)
-        if row is not None and row["status"] != "completed" and is_partial(row) and (found := completed(row)):
+        if row is not None and row["status"] not in OVER and is_partial(row) and (found := over(row)):
             row.update(found)  # the parent was killed before it heard of it
-        if row is not None and row["status"] == "completed":
+        if row is not None and row["status"] in OVER:
             self.ledger.renumber(planned)
             outcome = before(planned, row)
             self.outcomes.append(outcome)
@@ -262,6 +263,9 @@ class _Pool:
             outcome = one.outcome(status, result=result)
         elif asked and process.told_to_end():
             outcome = one.outcome("pruned" if one.pruned else "preempted", "ended before it had anything to save")
+        elif diverged := process.diverged():
+            left = over({"run_folder": one.job.run_folder}) or {}
+            outcome = one.outcome("diverged", diverged, result={"metrics": {}, **left})
         else:
             message, blamed = process.failure()
             outcome = one.outcome("failed", message)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.batch_finder import with_micro_size
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DivergedError
 from shardwise.job import Job
 from shardwise.launch import RanksFailedError, how_it_ended, launch, share_template
 from shardwise.provenance import without_secrets
@@ -96,6 +96,11 @@ class JobProcess:
         message = answer.get("message") or f"the process of the job {how_it_ended(self._process.exitcode)}"
         return with_log(self.job, without_secrets(in_a_line(message))), bool(answer.get("config_error"))
 
+    def diverged(self) -> str:
+        """In one line, which loss or gradient was not finite; empty where the job did not end by that."""
+        answer = self.answer or {}
+        return without_secrets(answer["message"].splitlines()[0]) if answer.get("diverged") else ""
+
     def new_lines(self) -> list[tuple[int, dict[str, float]]]:
         """What has come to the metrics file since the last call, as (step, metrics); all of it where it was cut."""
         found: list[tuple[int, dict[str, float]]] = []
@@ -153,8 +158,9 @@ def _job_process(text: str, writer: Any) -> None:
         deaf = (signal.SIGINT, signal.SIGHUP)
         with owned_signals(deaf=deaf, grace=3 * GRACE_SECONDS) as stop:
             writer.send({"result": launch(with_micro_size(job, stop), stop)})
-    except (ConfigError, RanksFailedError) as error:
-        writer.send({"message": str(error), "config_error": isinstance(error, ConfigError)})
+    except (ConfigError, RanksFailedError, DivergedError) as error:
+        kinds = {"config_error": isinstance(error, ConfigError), "diverged": isinstance(error, DivergedError)}
+        writer.send({"message": str(error), **kinds})
     except Exception:
         text = traceback.format_exc().rstrip()
         if first_failure(job.run_folder) is None:  # a rank writes its own

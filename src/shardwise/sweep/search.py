@@ -148,6 +148,8 @@ class Search:
                 self._fail(trial, ", ".join(wrong), final=True)
                 return
             study.tell(trial, values)
+        elif outcome.status == "diverged":
+            self._fail(trial, outcome.message, final=True)
         elif outcome.status == "pruned":
             study.tell(trial, state=TrialState.PRUNED)
         elif outcome.status == "failed":

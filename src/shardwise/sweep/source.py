@@ -12,7 +12,9 @@ from shardwise.job import Job
 
 INTERRUPTED = "interrupted"
 """Message of a job that is not started, or ended at once, as somebody has asked the sweep to end."""
-STATUSES = ("running", "completed", "failed", "preempted", "pruned", "skipped")
+STATUSES = ("running", "completed", "failed", "preempted", "pruned", "diverged", "skipped")
+OVER = ("completed", "diverged")
+"""Of these, how a job ends that would only end so again."""
 """How a job of a sweep stands, in the ledger and in the table."""
 
 
@@ -52,16 +54,17 @@ class Outcome:
     job: Job
     """As it ran: its run folder is that of the last attempt."""
     status: str
-    """completed, failed, preempted (asked to save and end), pruned or skipped."""
+    """completed, failed, preempted (asked to save and end), pruned, diverged (a loss or a gradient was not finite) or
+    skipped."""
     message: str = ""
-    """Why it failed, or was skipped."""
+    """Why it failed, diverged or was skipped."""
     result: dict[str, Any] | None = None
     """What ``result.json`` holds: ``status``, ``steps``, and the last value of each metric under ``metrics``."""
     seconds: float = 0.0
     """Wall-clock time of all attempts."""
     attempts: int = 0
     before: bool = False
-    """Whether it was completed when the sweep began, and is only repeated from the ledger."""
+    """Whether it was over when the sweep began, and is only repeated from the ledger."""
 
     @property
     def metrics(self) -> dict[str, float | None]:

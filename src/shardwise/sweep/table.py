@@ -120,12 +120,14 @@ class Display:
             self.say(f"{name} was done before{_after_colon(outcome.planned.label)}{said and f' ({said})'}")
         elif outcome.status == "failed":
             self.failed(outcome)
+        elif outcome.status == "diverged":
+            self.say(f"{name} {standing(outcome)} in {duration(outcome.seconds)}: {outcome.message} ({self.state()})")
         else:
             self.say(f"{name} {outcome.status} in {duration(outcome.seconds)}{_after_colon(said)} ({self.state()})")
         self.refresh()
 
     def state(self) -> str:
-        """``12 of 16 done, 1 failed, about 40 s left``; what is done is completed or pruned."""
+        """``12 of 16 done, 1 failed, about 40 s left``; what is done is completed, pruned or diverged."""
         counts = {status: sum(one.status == status for one in self._ended) for status in ("failed", "preempted")}
         over = self._before + len(self._ended)
         done = over - sum(counts.values())
@@ -197,8 +199,8 @@ def show_end(outcomes: Sequence[Outcome], *, folder: Path, closing: Sequence[str
     if left_out:
         print(f"and {counted(left_out, 'metric')} for which the terminal is too narrow")
     for outcome in outcomes:
-        if outcome.status == "failed":
-            print(f"job {outcome.planned.number} failed: {' '.join(outcome.message.split())}")
+        if outcome.status in ("failed", "diverged"):
+            print(f"job {outcome.planned.number} {outcome.status}: {' '.join(outcome.message.split())}")
     for line in closing:
         print(line)
     sys.stdout.flush()
@@ -223,6 +225,10 @@ def diverged(outcome: Outcome) -> str:
 
 def standing(outcome: Outcome) -> str:
     """A job's status, as a table has it."""
+    if outcome.status == "diverged":
+        steps = (outcome.result or {}).get("steps")  # that were made before
+        when = "" if steps is None else f" at step {steps + 1:,}"
+        return f"diverged{when}" + (", done before" if outcome.before else "")
     return ("done before" if outcome.before else outcome.status) + (", nan" if diverged(outcome) else "")
 
 

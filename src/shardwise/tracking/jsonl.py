@@ -1,51 +1,30 @@
-"""The metrics file of every run: a line of JSON per logging call."""
+"""The metrics files of every run, whatever other logger is chosen: of all ranks together, and of each one."""
 
-import contextlib
-import errno
-import json
-import logging
-import math
 import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from shardwise.errors import ConfigError
-from shardwise.metrics_file import RESERVED, read_lines
+from shardwise.metrics_file import read_lines
+from shardwise.tracking.lines import MetricLines, MetricsFileError
 
-log = logging.getLogger(__package__)
-
-BLOCK = 65536
+__all__ = ["JsonlLogger", "MetricsFileError", "RankJsonlLogger"]
 
 
-class MetricsFileError(ConfigError, OSError):
-    """The metrics file cannot be written: a full disk, a read-only folder, no folder. One line, as of ConfigError."""
-
-
-class JsonlLogger(Logger):
-    """One line of JSON per logging call, in the file that belongs to every run whatever other logger is chosen.
-
-    A line is {"step": optimizer steps done, "time": Unix seconds, "<metric>": number, ...}. The step is what the caller
-    passes; a step can have several lines, one per call. JSON has no NaN and no infinity: such a value is null, and the
-    metric's name stands in the list under "nonfinite". Each line is flushed when the call returns.
-
-    A run that is resumed cuts the file back to what it was at its checkpoint, before it logs: the steps since then come
-    again. The torn line that a killed machine can leave at the end goes before the next one is written.
-
-    Args:
-        path: the file, in a folder that exists. New lines come after old ones.
-    """
+class _FileLogger(Logger):
+    """A logger that has a file and no name."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.path = Path(path).absolute()
-        self.last: dict[str, float] = {}
-        """The last value of every metric that was logged, as a plain number."""
-        self._last_step = 0
+        self._lines = MetricLines(path)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._lines.path
 
     @property
     def name(self) -> str:
@@ -62,6 +41,26 @@ class JsonlLogger(Logger):
     log_dir = save_dir
 
     @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run folder's config.yaml has them."""
+
+
+class JsonlLogger(_FileLogger):
+    """One line of JSON per logging call, by rank 0 (``tracking.lines`` has the format).
+
+    The step is what the caller passes; a step can have several lines, one per call. A run that is resumed cuts the file
+    back to what it was at its checkpoint, before it logs: the steps since then come again.
+
+    Args:
+        path: the file, in a folder that exists. New lines come after old ones.
+    """
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The last value of every metric that was logged, as a plain number."""
+        return self._lines.last
+
+    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a line. A call without a step counts for the last one that came.
 
@@ -69,27 +68,7 @@ class JsonlLogger(Logger):
             ConfigError: a metric that is not one number, or has a name of the line's own.
             MetricsFileError: the line cannot be written; nothing of it stays in the file.
         """
-        self._last_step = self._last_step if step is None else int(step)
-        line: dict[str, Any] = {"step": self._last_step, "time": round(time.time(), 3)}
-        nonfinite = []
-        for name, value in metrics.items():
-            if name in RESERVED:
-                raise ConfigError(
-                    f"metric {name!r} has a name that {self.path.name} uses itself: log it as 'my/{name}'"
-                )
-            self.last[name] = number = _number(name, value)
-            if math.isfinite(number):
-                line[name] = number
-            else:
-                line[name] = None
-                nonfinite.append(name)
-        if nonfinite:
-            line["nonfinite"] = nonfinite
-        self._append(json.dumps(line, allow_nan=False).encode() + b"\n")
-
-    @rank_zero_only
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the run folder's config.yaml has them."""
+        self._lines.append(metrics, step)
 
     def size(self) -> int:
         """Bytes of the whole lines in the file, on the disk when this returns; 0 without a file, and on other ranks.
@@ -98,12 +77,7 @@ class JsonlLogger(Logger):
             MetricsFileError: the file cannot be written.
         """
         # On another rank, what looks torn may be a line that rank 0 is writing.
-        if getattr(rank_zero_only, "rank", 0) != 0 or not self.path.exists():
-            return 0
-        with self._writing(), self.path.open("r+b", buffering=0) as file:
-            size = _drop_torn_line(file)
-            os.fsync(file.fileno())
-            return size
+        return 0 if getattr(rank_zero_only, "rank", 0) != 0 else self._lines.size()
 
     @rank_zero_only
     def cut(self, size: int) -> None:
@@ -114,69 +88,46 @@ class JsonlLogger(Logger):
         Raises:
             MetricsFileError: the file cannot be written.
         """
-        found = self.path.stat().st_size if self.path.exists() else 0
-        if found < size:
-            log.warning("%s has %d bytes, not the %d of the checkpoint: lines are missing", self.path, found, size)
-        if found:
-            with self._writing(), self.path.open("r+b", buffering=0) as file:
-                file.truncate(min(found, size))
-                _drop_torn_line(file)
-                os.fsync(file.fileno())
-        self.last, self._last_step = {}, 0
-        for step, metrics, _ in read_lines(self.path):
-            self.last.update(metrics)
-            self._last_step = step
-
-    def _append(self, data: bytes) -> None:
-        # Opened for each line: no buffer to lose when the process is killed, and no handle to a file that was cut back.
-        with self._writing(), self.path.open("a+b", buffering=0) as file:
-            before = _drop_torn_line(file)
-            try:
-                written = file.write(data)
-                while written < len(data):
-                    written += file.write(data[written:])
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(before)
-                raise
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            reason = error.strerror or str(error)
-            fix = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-            raised = MetricsFileError(
-                f"cannot write metrics to {self.path} ({reason}): {fix} or choose another folder with output_root=..."
-            )
-            raised.errno = error.errno
-            raise raised from error
+        self._lines.cut(size)
 
 
-def _drop_torn_line(file: BinaryIO | Any) -> int:
-    """Cut off what follows the last line's end. Returns the size of the file then; its position is the end."""
-    end = file.seek(0, os.SEEK_END)
-    size = end
-    while size:
-        start = max(0, size - BLOCK) if size < end else size - 1  # as a rule the last byte tells
-        file.seek(start)
-        newline = file.read(size - start).rfind(b"\n")
-        if newline >= 0:
-            size = start + newline + 1
-            break
-        size = start
-    if size < end:
-        file.truncate(size)
-    file.seek(size)
-    return size
+class RankJsonlLogger(_FileLogger):
+    """What one rank has measured itself, a line for each logging step, in ``rank_<k>.jsonl``.
 
+    Args:
+        folder: where the files of all ranks lie; made if need be.
+        rank: of this process.
+    """
 
-def _number(name: str, value: Any) -> float:
-    """An int stays one; everything else with a single value becomes a float."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"metric {name!r} is a {type(value).__name__}, not one number: log a scalar") from error
+    def __init__(self, folder: str | os.PathLike[str], *, rank: int) -> None:
+        super().__init__(Path(folder) / f"rank_{rank}.jsonl")
+        self._rank = rank
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Nothing: these are of all ranks."""
+
+    def log_rank(self, values: Mapping[str, float], step: int) -> None:
+        """Append a line.
+
+        Raises:
+            MetricsFileError: it cannot be written; nothing of it stays in the file.
+        """
+        if not self._lines.last:
+            self.path.parent.mkdir(exist_ok=True)
+        self._lines.append(values, step)
+
+    def go_on_after(self, metrics: Path, size: int, *, ranks: int) -> None:
+        """Leave of this rank's file the steps that the first ``size`` bytes of ``metrics`` have; rank 0 also of those
+        that an earlier, larger world of more than ``ranks`` ranks has left.
+
+        Raises:
+            MetricsFileError: a file cannot be written.
+        """
+        # A line of other metrics can be of a step whose own lines are to come again.
+        step = max((step for step, line, _ in read_lines(metrics, size=size) if "train/loss" in line), default=0)
+        self._lines.cut_after(step)
+        if self._rank == 0:
+            for path in self.path.parent.glob("rank_*.jsonl"):
+                number = path.stem.removeprefix("rank_")
+                if number.isdecimal() and int(number) >= ranks:
+                    MetricLines(path).cut_after(step)

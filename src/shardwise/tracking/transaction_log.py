@@ -65,14 +65,23 @@ class TransactionLog:
         return self.offline and self.has_run and not self.uploaded
 
 
-def earlier_logs(folder: Path, run_id: str) -> list[TransactionLog]:
+def earlier_logs(folder: Path, run_id: str, *, label: str = "") -> list[TransactionLog]:
     """The files of a run in its ``wandb`` folder, oldest first.
+
+    Args:
+        label: of the rank, such as ``rank-3``, where all ranks write to one run, each in a folder of its own that ends
+            with it; the others may be writing in theirs.
 
     Raises:
         OSError: one cannot be read.
     """
-    paths = folder.glob(f"*run-*/run-{run_id}.wandb")
+    paths = [path for path in folder.glob(f"*run-*/run-{run_id}.wandb") if _label(path.parent.name, run_id) == label]
     return [read_log(path) for path in sorted(paths, key=lambda path: path.parent.name.removeprefix("offline-"))]
+
+
+def _label(folder: str, run_id: str) -> str:
+    tail = folder.rpartition(f"-{run_id}")[2].removeprefix("-")
+    return tail if tail.startswith("rank-") else ""  # the client adds a number to a name that exists
 
 
 def read_log(path: Path) -> TransactionLog:
@@ -99,7 +108,8 @@ def read_log(path: Path) -> TransactionLog:
             found.has_run |= kind == "run"
             found.has_end |= kind == "exit"
             if kind == "history":
-                row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                # A histogram is several items, of one name.
+                row = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
                 given = frozenset(row) - OWN - {"step"}
                 found.rows.append(
                     Row(

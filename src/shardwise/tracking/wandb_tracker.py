@@ -1,31 +1,22 @@
-"""A run on Weights & Biases."""
+"""A training on Weights & Biases: one run of all ranks, a run of each, or one run that all of them write to."""
 
 import argparse
-import contextlib
-import json
-import logging
 import os
-import re
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning.loggers.logger import DummyExperiment, Logger, rank_zero_experiment
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
+import torch.distributed as dist
+from pytorch_lightning.loggers.logger import DummyExperiment, Logger
 
+from shardwise.config import nearest
 from shardwise.errors import ConfigError
 from shardwise.provenance import without_secrets
-from shardwise.tracking.jsonl import read_lines
-from shardwise.tracking.repeats import Repeats, rows_there
-from shardwise.tracking.transaction_log import TransactionLog, earlier_logs, mend
-from shardwise.tracking.wandb_service import forget_failed_run, is_logged_in, set_up, why_unreachable
-
-log = logging.getLogger(__package__)
-
-AGENTS_RUN = "agents_run.json"
-"""In <save_dir>/wandb: the run of an agent that the metrics went to."""
+from shardwise.telemetry.table import RankTable
+from shardwise.tracking.place import place
+from shardwise.tracking.wandb_parts import UNITS, WAYS, node_row, own_row, table_row, without_own
+from shardwise.tracking.wandb_run import WandbRun, plain_id
 
 MODES = ("auto", "online", "offline", "disabled")
 
@@ -37,26 +28,45 @@ class WandbTracker(Logger):
       console is off, because it would carry secrets.
     - Metrics are plotted over a step of our own, "step", the optimizer step.
     - A service that is absent at the start means an offline run; one that goes away later means that the rest waits in
-      the run folder; a client that breaks means that tracking ends. Each is said in one line, and training goes on.
-    - Whoever owns the run calls finish(exit_code) at its end. Lightning's finalize does not, because it comes after
-      every fit and test.
+      the run folder; a client that breaks, or has no room on the disk, means that tracking ends there. Each is said in
+      one line, with the command that uploads what is there, and training goes on. Ranks other than 0 say it in their
+      logs; where they have runs of their own, rank 0's command is for all of them.
+    - Whoever owns the run calls finish(exit_code) at its end, on every rank. Lightning's finalize does not, because it
+      comes after every fit and test.
     - A run that is resumed keeps its id, and each of its points arrives once: what W&B has is not logged again, and
-      what it lost when the run was killed is logged from <save_dir>/metrics.jsonl, which has the same calls line by
-      line and has to be cut back to the checkpoint before this tracker is used. Points that were logged past it,
-      through `experiment`, are not watched.
+      what it lost when the run was killed is logged from <save_dir>/metrics.jsonl and <save_dir>/ranks/rank_<k>.jsonl,
+      which have the same calls line by line and have to be cut back to the checkpoint before this tracker is used.
+      Points that were logged past it, through `experiment`, are not watched.
+    - Offline, each start of a process has a folder, all of one id: the command that uploads them, oldest first, makes
+      one run of them, and none where ids differ; so no group of runs is needed to hold a resumed run together.
     - Under an agent of a W&B sweep (WANDB_SWEEP_ID and WANDB_RUN_ID) the metrics go to the agent's run, in the sweep's
       project, and run_id is no more than its name; the run folder remembers which run it was.
+
+    What ranks have measured themselves (``log_rank``, ``log_ranks``) comes in one of three ways:
+
+    - ``gathered``: one run, of rank 0; nothing of wandb is on other ranks. For each quantity that several ranks have
+      measured, <quantity>/histogram, and with up to 64 ranks each one's <quantity>/rank_<k>, in a row of its own: one
+      that waited for another call would be lost when the process is killed.
+    - ``grouped``: a run for each rank, <run_id>-rank-<k>, or with run_per=node for each node, <run_id>-node-<n>, in the
+      group <run_id> if none is given. Each has its own values by their plain names (a node the mean of its ranks,
+      <quantity>/max and <quantity>/max_rank); rank 0's run has besides what is of all ranks, the mean over them as
+      <quantity>/mean, and the config. Offline too.
+    - ``shared``: one run into which every rank writes (W&B's shared mode), its values as rank_<k>/<quantity>, because
+      a row carries no label. It needs the service; where there is none at the start, ranks have runs as if grouped.
+      Points that had arrived come twice from an upload afterwards. Rank 0 ends the run after the others.
 
     Args:
         project, entity, group, name, tags: as in wandb.init. name is run_id by default; without an entity, the user's.
         mode: online, offline, disabled, or auto: WANDB_MODE if it is set, else online if the user is logged in at the
             configured host, else offline. Nothing ever asks on the terminal.
+        ranks: gathered, grouped or shared.
+        run_per: rank or node: what has a run of its own where ranks=grouped.
         save_dir: the run folder; everything of wandb goes to <save_dir>/wandb.
         run_id: the id on the service, a new one by default.
         resume: whether the run has been here before, in the same save_dir.
         config: the resolved configuration, with the derived values in it.
         init_timeout: seconds that the service has to accept the run.
-        finish_timeout: seconds that the last uploads may take at the end.
+        finish_timeout: seconds that the last uploads may take at the end, and that rank 0 waits for others to end.
         settings: further fields of wandb.Settings.
     """
 
@@ -65,6 +75,8 @@ class WandbTracker(Logger):
         *,
         project: str = "shardwise",
         mode: str = "auto",
+        ranks: str = "gathered",
+        run_per: str = "rank",
         entity: str | None = None,
         group: str | None = None,
         name: str | None = None,
@@ -78,7 +90,7 @@ class WandbTracker(Logger):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.check_arguments(mode=mode)
+        self.check_arguments(mode=mode, ranks=ranks, run_per=run_per)
         self._init: dict[str, Any] = {
             "project": project,
             "entity": entity,
@@ -87,11 +99,11 @@ class WandbTracker(Logger):
             "tags": tuple(tags),
         }
         self._mode = mode
+        self._way = ranks
+        self._unit = run_per
         self._save_dir = None if save_dir is None else Path(save_dir).absolute()
-        self._id = None if run_id is None else re.sub(r"[/\\#?%:]", "-", run_id)
+        self._id = None if run_id is None else plain_id(run_id)
         self._resume = resume
-        self._repeats: Repeats | None = None
-        self._last_step = 0
         self._config = plain_config(config or {})
         self._settings = {
             "console": "off",
@@ -108,14 +120,36 @@ class WandbTracker(Logger):
             "x_disable_meta": True,
             **(settings or {}),
         }
-        self._run: Any = None
-        self._ended = False
+        self._own: WandbRun | None = None
 
     @classmethod
-    def check_arguments(cls, *, mode: str = "auto", **_: Any) -> None:
-        """Raise ConfigError for a mode that does not exist. Does not import wandb."""
+    def check_arguments(cls, *, mode: str = "auto", ranks: str = "gathered", run_per: str = "rank", **_: Any) -> None:
+        """Whether a run can be tracked in this way. Does not import wandb.
+
+        Raises:
+            ConfigError: a word that does not exist, or two that exclude each other.
+        """
         if mode not in MODES:
             raise ConfigError(f"logger.mode={mode} is not a mode of W&B: choose one of {', '.join(MODES)}")
+        for key, value, allowed in (("ranks", ranks, WAYS), ("run_per", run_per, UNITS)):
+            if value not in allowed:
+                known = "|".join(allowed)
+                raise ConfigError(f"logger.{key}={value}: no such choice{nearest(str(value), allowed)} ({known})")
+        asked = os.environ.get("WANDB_MODE", "") if mode == "auto" else mode
+        if ranks == "shared" and asked in ("offline", "dryrun"):
+            source = f"WANDB_MODE={asked}" if mode == "auto" else f"logger.mode={mode}"
+            raise ConfigError(
+                f"logger.ranks=shared needs the service and {source} is without: type logger.ranks=grouped"
+            )
+        if run_per == "node" and ranks != "grouped":
+            raise ConfigError(
+                f"logger.run_per=node is for logger.ranks=grouped, not for {ranks}: type that, or leave it out"
+            )
+
+    @property
+    def wants_every_table(self) -> bool:
+        """Whether ``log_ranks`` is to be called on every rank: each node's run has figures of all its ranks."""
+        return self._unit == "node"
 
     @property
     def name(self) -> str | None:
@@ -123,218 +157,108 @@ class WandbTracker(Logger):
 
     @property
     def version(self) -> str | None:
-        return self._id
+        return self._own.part.run_id if self._own is not None and self._own.part.run_id else self._id
 
     @property
     def save_dir(self) -> str | None:
         return None if self._save_dir is None else str(self._save_dir)
 
     @property
-    @rank_zero_experiment
     def experiment(self) -> Any:
-        """The wandb.Run, started at the first use; on other ranks, or when tracking has ended, an object that ignores
-        every call."""
-        if self._run is None and not self._ended:
-            try:
-                self._run = self._start()
-            except ConfigError:
-                raise
-            except Exception as error:
-                self._give_up("W&B cannot start", error)
-        return DummyExperiment() if self._ended else self._run
+        """The wandb.Run of this rank, started at the first use; on ranks that have none, or when tracking has ended, an
+        object that ignores every call."""
+        own = self._started()
+        return DummyExperiment() if own is None else own.run
 
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """One row of the run's history. A call without a step counts for the last one that came."""
-        run = self.experiment
-        self._last_step = self._last_step if step is None else int(step)
-        if self._repeats is not None and self._repeats.take(self._last_step, metrics):
-            return
-        values = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-        values["step"] = self._last_step
-        try:
-            run.log(values)
-        except Exception as error:
-            self._give_up("W&B takes no more metrics", error)
+        """One row of what is of all ranks, from rank 0. A call without a step counts for the last one that came."""
+        if place().rank == 0 and (own := self._started()) is not None:
+            has_own = bool(own.part.label) and not own.part.shared
+            own.log(without_own(metrics) if has_own else metrics, step)
 
-    @rank_zero_only
+    def log_rank(self, values: Mapping[str, float], step: int) -> None:
+        """One row of what this rank has measured, where ranks bring it to W&B themselves."""
+        if self._way == "gathered" or self._unit == "node" or not values:
+            return
+        own = self._started()
+        if own is not None:
+            own.log(own_row(own.part, values), step)
+
+    def log_ranks(self, table: RankTable) -> None:
+        """One row of what all ranks have measured, where rank 0 brings it to W&B, or that of a node, on each of it."""
+        if self._way == "gathered" and place().rank == 0:
+            row: dict[str, Any] = table_row(table)
+        elif self._unit == "node" and place().local_rank == 0:
+            row = node_row(table, place())
+        else:
+            return
+        if row and (own := self._started()) is not None:
+            own.log(row, table.step)
+
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Add to the run's config: a mapping, a DictConfig or a Namespace; it arrives plain and without secrets."""
-        run = self.experiment
-        if self._ended:
-            return
-        try:
-            run.config.update(plain_config(params), allow_val_change=True)
-        except Exception as error:
-            self._give_up("W&B does not take the configuration", error)
+        """Add to the config of rank 0's run: a mapping, a DictConfig or a Namespace; it arrives plain and without
+        secrets."""
+        if place().rank == 0 and (own := self._started()) is not None:
+            own.update_config(plain_config(params))
 
-    @rank_zero_only
     def finish(self, exit_code: int = 0) -> None:
-        """End the run: 0 is a success, anything else a failure. Takes at most about finish_timeout seconds."""
-        if self._run is None or self._ended:
-            return
-        import wandb
-
-        self._ended = True
-        try:
-            self._run.finish(exit_code=exit_code)
-            if wandb.run is None:
-                # finish returns before the exit code is in the file, and the client's hook at exit, which would wait
-                # for that, does not run in processes that multiprocessing started.
-                wandb.teardown()
-        except TimeoutError:
-            log.warning(
-                "W&B at %s did not take everything within %g s: upload the rest with: wandb sync --include-online %s",
-                *(without_secrets(self._run.settings.base_url), self._settings["finish_timeout"], self._folder()),
-            )
-        except Exception as error:
-            self._give_up("W&B did not close the run", error)
+        """End this rank's run: 0 is a success, anything else a failure. Takes at most about finish_timeout seconds, and
+        for rank 0 of a shared run twice that."""
+        own, others = self._own, _Others(self._id) if self._way == "shared" else None
+        if own is not None and own.run is not None and not own.ended:
+            if others is not None and own.place.rank == 0 and exit_code != 1:  # after a failure, peers may be gone
+                others.wait(own.place.world_size, seconds=float(self._settings["finish_timeout"]))
+            own.finish(exit_code)
+        if others is not None:
+            others.tell()
 
     def finalize(self, status: str) -> None:
         """Nothing: see finish."""
 
-    def _start(self) -> Any:
-        if self._save_dir is None:
-            raise ConfigError("WandbTracker has no save_dir: give it the run folder, such as save_dir=outputs/my-run")
-        service_settings = set_up()
-        if agents := self._agents_run(service_settings):
-            self._init["name"] = self._init["name"] or self._id
-            self._id = agents.pop("run_id")
-            self._init.update(agents)
-        self._id = self._id or service_settings.run_id or secrets.token_hex(4)
-        url = without_secrets(service_settings.base_url)
+    def _started(self) -> WandbRun | None:
+        """This process's run, started if need be; None where it has none, or not any more."""
+        if self._own is None:
+            here = place()
+            if here.rank and (self._way == "gathered" or (self._unit == "node" and here.local_rank)):
+                return None
+            self._own = WandbRun(
+                init=self._init,
+                mode=self._mode,
+                save_dir=self._save_dir,
+                run_id=self._id,
+                resume=self._resume,
+                config={} if here.rank else self._config,
+                settings=self._settings,
+                way=self._way,
+                unit=self._unit,
+                place=here,
+            )
+            self._own.start()
+        return None if self._own.ended else self._own
 
-        earlier = self._earlier() if self._resume else []
 
-        mode, reason = self._resolved_mode(service_settings)
-        problem = None
-        if mode == "online":
-            if not is_logged_in(service_settings):
-                problem = f"W&B: {reason}, but nobody is logged in at {url} (wandb login, or WANDB_API_KEY)"
-            elif unreachable := why_unreachable(service_settings):
-                problem = f"W&B at {url} is not reachable ({unreachable})"
-            else:
-                present = set(self._save_dir.glob("wandb/run-*"))
-                try:
-                    run = self._wandb_init(mode)
-                except Exception as error:
-                    problem = f"W&B at {url} did not accept the run ({_one_line(error)})"
-                    forget_failed_run()
-                    for abandoned in set(self._save_dir.glob("wandb/run-*")) - present:
-                        shutil.rmtree(abandoned, ignore_errors=True)
-            mode = "offline" if problem else mode
-        if mode != "online":
-            run = self._wandb_init(mode)
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        self._run = run
-        # In the order in which they have to be uploaded, which the client keeps to only within one command.
-        waiting = [found.path.parent for found in earlier if found.waits]
-        waiting += [self._folder()] if mode == "offline" else []
-        upload = f"upload later with: wandb sync {' '.join(map(str, waiting))}"
-        if problem:
-            log.warning("%s: this run continues offline; %s", problem, upload)
-        elif mode == "online":
-            log.info("W&B: %s%s", run.url, f"; earlier points wait in the run folder, {upload}" if waiting else "")
-        elif mode == "offline":
-            log.info("W&B: offline (%s); %s", reason, upload)
-        if self._resume and mode != "disabled":
-            self._continue(run, earlier, online=mode == "online")
-        return run
+class _Others:
+    """Word of the ranks that have ended their part of a run, through the store where they have met."""
 
-    def _agents_run(self, service_settings: Any) -> dict[str, Any]:
-        """run_id, project and entity of the run that an agent of a sweep has made, which counts instead of a new one;
-        empty without an agent. What is resumed outside of it goes on in the same run."""
-        assert self._save_dir is not None
-        path = self._save_dir / "wandb" / AGENTS_RUN
-        if service_settings.sweep_id and service_settings.run_id:
-            found = {name: getattr(service_settings, name) for name in ("run_id", "project", "entity")}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found), encoding="utf-8")
-            return found
-        if self._resume:
-            with contextlib.suppress(OSError, ValueError):
-                found = json.loads(path.read_text(encoding="utf-8"))
-                if isinstance(found, dict) and isinstance(found.get("run_id"), str):
-                    return {name: found.get(name) for name in ("run_id", "project", "entity")}
-        return {}
+    def __init__(self, run_id: str | None) -> None:
+        here = dist.is_available() and dist.is_initialized()
+        self._store: Any = dist.distributed_c10d._get_default_store() if here else None
+        self._key = f"shardwise/wandb/{run_id}"
 
-    def _earlier(self) -> list[TransactionLog]:
-        """What earlier processes of this run left in its folder, mended so that it can be uploaded."""
-        assert self._save_dir is not None
-        assert self._id is not None
+    def tell(self) -> None:
         try:
-            found = earlier_logs(self._save_dir / "wandb", self._id)
-            mended = [str(each.path) for each in found if mend(each)]
-        except OSError as error:
-            log.warning("W&B: %s: points since the checkpoint may come twice", error)
-            return []
-        if mended:
-            log.info("W&B: cut off the torn end that a killed process left, kept as *.torn: %s", ", ".join(mended))
-        return found
-
-    def _continue(self, run: Any, earlier: Sequence[TransactionLog], *, online: bool) -> None:
-        """Log what W&B lost of the lines that stay, and remember what it has of those that will come again."""
-        assert self._save_dir is not None
-        lines = list(read_lines(self._save_dir / "metrics.jsonl"))
-        self._last_step = lines[-1][0] if lines else 0
-        starting_step = (run.starting_step if run.resumed else 0) if online else None
-        self._repeats = Repeats(rows_there(earlier, starting_step=starting_step))
-        missing = [line for line in lines if not self._repeats.take(line[0], line[1])]
-        known = bool(earlier) if starting_step is None else sum(len(each.rows) for each in earlier) >= starting_step
-        if not known:
-            if missing:
-                log.warning(
-                    "W&B: the run folder does not show which points of this run have been logged: those since step %d "
-                    "may come twice",
-                    self._last_step,
-                )
+            if self._store is not None:
+                self._store.set(f"{self._key}/{dist.get_rank()}", "ended")
+        except Exception:  # it went with the rank that held it, and nobody listens
             return
-        for step, metrics, when in missing:
-            run.log({**metrics, "step": step, "_timestamp": when})
 
-    def _wandb_init(self, mode: str) -> Any:
-        import wandb
-
-        # Under an agent these come from the environment; the client says on the terminal that it ignores any other.
-        given = {"id": self._id, **{name: self._init[name] for name in ("project", "entity")}}
-        if wandb.setup().settings.sweep_id:
-            given = {}
-        return wandb.init(
-            **(self._init | {"name": self._init["name"] or self._id, "project": None, "entity": None} | given),
-            dir=str(self._save_dir),
-            mode=mode,  # type: ignore[arg-type]
-            # Offline, it lets the upload go on with W&B's own number of the row, whatever has arrived before it.
-            resume="allow" if self._resume or mode == "offline" else None,
-            config=self._config,
-            reinit="finish_previous",  # the default hands back an unfinished run of another training in this process
-            settings=wandb.Settings(**self._settings),
-        )
-
-    def _resolved_mode(self, service_settings: Any) -> tuple[str, str]:
-        """The mode for wandb.init, and why."""
-        if self._mode != "auto":
-            return self._mode, f"logger.mode={self._mode}"
-        if "mode" in service_settings.model_fields_set:
-            mode = {"run": "online", "dryrun": "offline"}.get(service_settings.mode, service_settings.mode)
-            return mode, f"WANDB_MODE={service_settings.mode}, or so in wandb's settings"
-        if is_logged_in(service_settings):
-            return "online", "logged in"
-        return "offline", "not logged in"
-
-    def _folder(self) -> Path:
-        return Path(self._run.settings.sync_dir)
-
-    def _give_up(self, what: str, error: Exception) -> None:
-        """Say it once and stop tracking: training is worth more."""
-        import wandb
-
-        where = f"; what came before is in {self._folder()}" if self._run is not None else ""
-        log.warning("%s (%s): this run goes on without it%s", what, _one_line(error), where)
-        self._ended = True
-        # The client's own hook at exit would raise again on a service process that is gone.
-        with contextlib.suppress(Exception, SystemExit):
-            wandb.teardown()
+    def wait(self, world_size: int, *, seconds: float) -> None:
+        keys = [f"{self._key}/{rank}" for rank in range(1, world_size)]
+        try:
+            if self._store is not None and keys:
+                self._store.wait(keys, timedelta(seconds=seconds))
+        except Exception:  # ended first, the run takes what comes from others all the same
+            return
 
 
 def plain_config(params: Any) -> dict[str, Any]:
@@ -354,9 +278,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _one_line(error: BaseException) -> str:
-    """The first line of an error, which can be followed by advice that does not fit here."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return without_secrets(text if len(text) <= 300 else text[:297] + "...")
