@@ -1,10 +1,12 @@
 """Fixtures for all tests: an isolated environment, a pool of live ranks, and `train.py` run as a user types it."""
 
+import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from checkout import ROOT, TrainRun
 from pool import RankPool
 from pool_rank import reset_torch
+from warm import Warm
 
 LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "WANDB_", "PMI_", "OMPI_", "PL_", "HYDRA_")
 LAUNCHER_NAMES = {
@@ -65,9 +68,18 @@ def pool() -> Iterator[RankPool]:
     ranks.close()
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """What starts commands without their imports, which are nine tenths of a short run; see `warm.py`."""
+    with contextlib.chdir("/"), Warm(mark=uuid.uuid4().hex) as forking:
+        yield forking
+
+
 @pytest.fixture
-def train_py(tmp_path: Path) -> Callable[..., TrainRun]:
+def train_py(tmp_path: Path, warm: Warm) -> Callable[..., TrainRun]:
     """Run `python train.py ...` of the checkout from another folder, as `train_py("strategy=fsdp", ok=True)`.
+
+    Its process is forked with everything imported, and is otherwise what the interpreter would start.
 
     `ok=True` expects exit status 0, `ok=False` another, `ok=None` either. `env` changes the environment; a value of
     None removes the variable. `timeout` is in seconds; a run that takes longer is ended with its process group.
@@ -77,27 +89,24 @@ def train_py(tmp_path: Path) -> Callable[..., TrainRun]:
         *overrides: str, ok: bool | None = True, env: dict[str, str | None] | None = None, timeout: float = 120.0
     ) -> TrainRun:
         root = tmp_path / "outputs"
-        command = [sys.executable, str(ROOT / "train.py"), *overrides]
+        command = [str(ROOT / "train.py"), *overrides]
         if not any(override.startswith("output_root=") for override in overrides):
             command.append(f"output_root={root}")
         environment = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
         # files, not pipes: a worker that outlives train.py would keep a pipe open and the test waiting
         out, err = tmp_path / "train.out", tmp_path / "train.err"
-        with out.open("w") as stdout, err.open("w") as stderr:
-            process = subprocess.Popen(
-                command, cwd=tmp_path, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
-            )
-            try:
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                tail = TrainRun(-9, out.read_text(), err.read_text(), root)
-                pytest.fail(f"{' '.join(command)} took longer than {timeout:g} s\n{tail}")
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        finished = TrainRun(process.returncode, out.read_text(), err.read_text(), root)
+        process = warm.command(command, cwd=tmp_path, out=out, err=err, env=environment)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            tail = TrainRun(-9, out.read_text(), err.read_text(), root)
+            pytest.fail(f"{' '.join(command)} took longer than {timeout:g} s\n{tail}")
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        finished = TrainRun(status, out.read_text(), err.read_text(), root)
         if ok is not None:
             assert (finished.returncode == 0) == ok, f"{' '.join(command)}\n{finished}"
         return finished

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +187,8 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss(pool: RankPool, layou
     assert f"first in {named}" in said, said
     assert {one["steps"] for one in found} == {2}
     # Without a norm the step is made, and the next one finds what it has done.
-    found = on_layout(pool, partial(run_unchecked), layout, kind, layout, breaks)
-    (said,) = {one for one in found}
+    found = on_layout(pool, run_unchecked, layout, kind, layout, breaks)
+    (said,) = set(found)
     assert said.startswith("loss is nan at step 4")
     assert "a parameter (it was not finite before this step)" in said
 
@@ -233,7 +232,8 @@ def test_a_first_step_that_is_skipped_leaves_no_state_behind() -> None:
     assert (found["skipped"], found["steps"]) == (2, STEPS)
 
     class Same(pl.Callback):
-        states: list[Any] = []
+        def __init__(self) -> None:
+            self.states: list[int] = []
 
         def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             self.states.append(len(optimizer.state))

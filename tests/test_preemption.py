@@ -1,11 +1,13 @@
 """A run that is asked to end saves first, on all ranks at one step; one that crashes starts itself again."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2
@@ -22,6 +24,7 @@ from shardwise.job import Job
 from shardwise.launch import _restarted
 from shardwise.resolve import find_world
 from test_failures import alive, start, wait_until
+from warm import Started, Warm
 
 TRAIN = [sys.executable, ROOT / "train.py"]
 TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node=2", ROOT / "train.py"]
@@ -83,15 +86,42 @@ class Break(Callback):
 '''
 
 
+class Mark(str):
+    """What every process of these tests carries in its environment, that from which they are forked too."""
+
+    warm: Warm | None = None
+
+
+@pytest.fixture(scope="module")
+def marked() -> Iterator[Mark]:
+    mark = Mark(uuid.uuid4().hex)
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir("/"):
+        patch.setenv("FAULT_MARK", mark)
+        mark.warm = Warm(mark=mark)
+    with mark.warm:
+        yield mark
+
+
 @pytest.fixture
-def paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A user's package with the callbacks above; returns a mark that every process of this test carries."""
+def paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: Mark) -> Mark:
+    """A user's package with the callbacks above; returns the mark that every process of this test carries."""
     (tmp_path / "paced.py").write_text(PACED)
-    mark = uuid.uuid4().hex
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PACE_FOLDER", str(tmp_path))
-    monkeypatch.setenv("FAULT_MARK", mark)
-    return mark
+    monkeypatch.setenv("FAULT_MARK", marked)
+    return marked
+
+
+def begin(mark: Mark, tmp_path: Path, *words: str | Path) -> Started:
+    """`train.py` with these words in a session of its own, its output in files."""
+    assert mark.warm is not None
+    return mark.warm.command([ROOT / "train.py", *words], cwd=tmp_path, out=tmp_path / "out", err=tmp_path / "err")
+
+
+def left(mark: str) -> list[str]:
+    """What is alive of all that a test has started."""
+    keeper = mark.warm.pid if isinstance(mark, Mark) and mark.warm is not None else None
+    return [line for line in alive(mark) if int(line.split()[0]) != keeper]
 
 
 def steps_of(tmp_path: Path, rank: int) -> list[tuple[int, float]]:
@@ -101,7 +131,7 @@ def steps_of(tmp_path: Path, rank: int) -> list[tuple[int, float]]:
     return [(int(step), float(when)) for step, when in map(str.split, lines)]
 
 
-def in_step(tmp_path: Path, process: subprocess.Popen, *, ranks: int, step: int = FIRST) -> None:
+def in_step(tmp_path: Path, process: subprocess.Popen | Started, *, ranks: int, step: int = FIRST) -> None:
     """Wait until every rank is within a step."""
     reached = wait_until(
         lambda: all(len(steps_of(tmp_path, rank)) >= step for rank in range(ranks)) or process.poll() is not None,
@@ -111,15 +141,15 @@ def in_step(tmp_path: Path, process: subprocess.Popen, *, ranks: int, step: int 
     assert process.poll() is None, (tmp_path / "err").read_text()
 
 
-def end(tmp_path: Path, process: subprocess.Popen, mark: str, *, seconds: float = 90) -> str:
+def end(tmp_path: Path, process: subprocess.Popen | Started, mark: str, *, seconds: float = 90) -> str:
     """Wait for the end of a command, and of all that came from it; returns its error stream."""
     try:
         process.wait(seconds)
-        assert wait_until(lambda: not alive(mark), seconds=10), alive(mark)
+        assert wait_until(lambda: not left(mark), seconds=10), left(mark)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, SIGKILL)
-        for line in alive(mark):
+        for line in left(mark):
             os.kill(int(line.split()[0]), SIGKILL)
     return (tmp_path / "err").read_text()
 
@@ -181,7 +211,7 @@ MORE = [
 )
 def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, paced, arguments, ranks, signum, whom):
     root = tmp_path / "outputs"
-    process = start(tmp_path, *TRAIN, *TINY, PACE, *arguments, f"output_root={root}")
+    process = begin(paced, tmp_path, *TINY, PACE, *arguments, f"output_root={root}")
     in_step(tmp_path, process, ranks=ranks)
     sent = time.time()
     if whom == "group":
@@ -197,7 +227,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(tmp_path, paced, arguments,
 @pytest.mark.slow
 def test_a_scheduler_that_repeats_itself_ends_nothing_early(tmp_path, paced):
     root = tmp_path / "outputs"
-    process = start(tmp_path, *TRAIN, *TINY, PACE, *TWO, f"output_root={root}")
+    process = begin(paced, tmp_path, *TINY, PACE, *TWO, f"output_root={root}")
     in_step(tmp_path, process, ranks=2)
     sent = time.time()
     for _ in range(8):
@@ -213,7 +243,7 @@ def test_a_scheduler_that_repeats_itself_ends_nothing_early(tmp_path, paced):
 @pytest.mark.parametrize("arguments", [[], TWO])
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path, paced, arguments):
     root = tmp_path / "outputs"
-    process = start(tmp_path, *TRAIN, *TINY, PACE, "+callbacks.pace.seconds=60", *arguments, f"output_root={root}")
+    process = begin(paced, tmp_path, *TINY, PACE, "+callbacks.pace.seconds=60", *arguments, f"output_root={root}")
     in_step(tmp_path, process, ranks=2 if arguments else 1)
     os.killpg(process.pid, SIGINT)
     time.sleep(0.5)
@@ -257,7 +287,7 @@ def test_torchrun_hears_which_ranks_have_saved(tmp_path, paced):
 @pytest.mark.parametrize("arguments", [[], ["trainer.devices=2"]])
 def test_a_sweep_saves_its_job_and_leaves_out_the_rest(tmp_path, paced, arguments):
     root = tmp_path / "outputs"
-    process = start(tmp_path, *TRAIN, "-m", *TINY, PACE, "seed=1,2,3", *arguments, f"output_root={root}")
+    process = begin(paced, tmp_path, "-m", *TINY, PACE, "seed=1,2,3", *arguments, f"output_root={root}")
     in_step(tmp_path, process, ranks=2 if arguments else 1)
     os.killpg(process.pid, SIGINT)
     errors = end(tmp_path, process, paced)
@@ -275,10 +305,10 @@ def test_a_sweep_saves_its_job_and_leaves_out_the_rest(tmp_path, paced, argument
 RESTARTS = ["trainer.max_steps=11", "checkpoint.every_n_steps=3", "checkpoint.background=false"]
 
 
-def broken(tmp_path: Path, mark: str, *arguments: str | Path) -> tuple[int, str, Path]:
+def broken(tmp_path: Path, mark: Mark, *arguments: str | Path) -> tuple[int, str, Path]:
     """(exit status, error stream, run folder) of a run that something befalls."""
     root = tmp_path / "broken_outputs"
-    process = start(tmp_path, *TRAIN, *TINY, *RESTARTS, BREAK, *arguments, f"output_root={root}")
+    process = begin(mark, tmp_path, *TINY, *RESTARTS, BREAK, *arguments, f"output_root={root}")
     errors = end(tmp_path, process, mark, seconds=120)
     return process.returncode, errors, only_run(root)
 
@@ -342,12 +372,12 @@ def test_a_damaged_checkpoint_is_left_out_by_name(tmp_path, paced):
 @pytest.mark.slow
 def test_a_crash_before_the_first_save_in_a_new_place_loses_nothing(tmp_path, paced):
     root, new = tmp_path / "broken_outputs", tmp_path / "new"
-    process = start(tmp_path, *TRAIN, *TINY, *RESTARTS, "trainer.max_steps=6", f"output_root={root}")
+    process = begin(paced, tmp_path, *TINY, *RESTARTS, "trainer.max_steps=6", f"output_root={root}")
     end(tmp_path, process, paced, seconds=120)
     folder = only_run(root)
     words = [f"resume={folder}", f"checkpoint.folder={new}", "launch.max_restarts=1", "plugins=[paced]"]
     fault = [BREAK, "+callbacks.break.kind=kill", "+callbacks.break.step=8", "trainer.max_steps=11"]
-    process = start(tmp_path, *TRAIN, *words, *fault)
+    process = begin(paced, tmp_path, *words, *fault)
     errors = end(tmp_path, process, paced, seconds=120)
     assert process.returncode == 0, errors
     assert "restart 1 of 1: the run goes on from step 6" in errors

@@ -20,7 +20,7 @@ from pool import RankError, RankPool
 from shardwise.metrics_file import RANK_KINDS, read_lines
 from shardwise.parallel.named_values import CAPACITY, NamedGather
 from shardwise.step_clock import PHASES
-from shardwise.telemetry.flops import flops_per_sample, measured_flops, meta_copy
+from shardwise.telemetry.flops import flops_per_sample, measured_flops, meta_copy, peak_flops
 from shardwise.telemetry.readings import Readings
 from shardwise.telemetry.statistics import TimeSplit, flat_statistics, own_values
 from shardwise.telemetry.step_metrics import StepMetrics
@@ -205,10 +205,11 @@ def test_every_rank_gets_the_same_table_and_each_logger_its_part(pool: RankPool)
 
 def test_statistics_say_which_rank_and_leave_out_what_nobody_has() -> None:
     nan = math.nan
-    values = np.array([[1.0, nan, nan], [4.0, 7.0, nan], [1.0, 9.0, nan]])
-    table = RankTable(step=1, steps=1, names=("a", "b", "c"), values=values)
+    values = np.array([[1.0, nan, nan, nan], [4.0, 7.0, nan, 3.0], [1.0, 9.0, nan, nan]])
+    table = RankTable(step=1, steps=1, names=("a", "b", "c", "d"), values=values)
     assert flat_statistics(table) == {
         "a": 2.0, "a/min": 1.0, "a/max": 4.0, "a/max_rank": 1, "b": 8.0, "b/min": 7.0, "b/max": 9.0, "b/max_rank": 2,
+        "d": 3.0,
     }  # fmt: skip
     one = RankTable(step=1, steps=1, names=("a", "b"), values=np.array([[1.0, nan]]))
     assert flat_statistics(one) == {"a": 1.0}
@@ -425,6 +426,21 @@ def test_counting_leaves_no_trace_and_may_fail() -> None:
     assert module.seen == []
     assert torch.equal(torch.get_rng_state(), before)
     assert not module.layer.weight.is_meta
+
+
+def test_peaks_go_by_the_words_of_a_device_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989.4, "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA L40S": 362, "NVIDIA L4": 121,
+    }  # fmt: skip
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda"), "bf16-mixed") == peak * 1e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    assert peak_flops(torch.device("cuda"), "32-true") == 19.5e12
+    monkeypatch.setattr("shardwise.telemetry.flops.measured_flops", lambda device, dtype: dtype)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A4000")
+    assert peak_flops(torch.device("cuda"), "16-mixed") == torch.float16
 
 
 def test_a_device_of_no_known_name_is_measured_in_no_time() -> None:

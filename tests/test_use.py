@@ -25,6 +25,7 @@ from shardwise.errors import ConfigError
 from shardwise.generation import Texts, harmless, next_token, settled
 from shardwise.predictions import named_arrays
 from shardwise.use import parser_of
+from warm import Warm
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven wizards box"
 LAYOUTS = {
@@ -35,14 +36,17 @@ LAYOUTS = {
 }
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """Of a command that is typed in `folder`."""
+    names = ("SLURM_", "TORCHELASTIC_", "WANDB_", "HYDRA_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    return kept | {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": str(folder)}
+
+
 def command(*words: str | os.PathLike[str], cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run one command of the project in `cwd`, by the interpreter of the tests."""
-    names = ("SLURM_", "TORCHELASTIC_", "WANDB_", "HYDRA_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    environment |= {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": str(cwd)}
-    return subprocess.run(
-        [sys.executable, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+    typed = [sys.executable, *map(str, words)]
+    return subprocess.run(typed, cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=timeout)
 
 
 def listing(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -56,8 +60,10 @@ def listing(folder: Path) -> dict[str, tuple[int, bytes]]:
 class Trained:
     """A run, and what can be typed about it."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
-        finished = command(ROOT / "train.py", *overrides, "logger=none", "precision=64-true", cwd=folder)
+    def __init__(self, warm: Warm, folder: Path, *overrides: str) -> None:
+        self.warm = warm
+        words = (ROOT / "train.py", *overrides, "logger=none", "precision=64-true")
+        finished = warm.run(*words, cwd=folder, env=environment(folder))
         assert finished.returncode == 0, finished.stderr
         self.run = next(path.parent for path in folder.rglob("result.json"))
         self.experiment = self.run.parent
@@ -66,7 +72,9 @@ class Trained:
     def use(self, action: str, *words: str | os.PathLike[str], of: Path | None = None) -> tuple[dict[str, Any], str]:
         """Do something with the run; returns `result.json` and what was printed. Nothing of the run may change."""
         before, others = listing(self.run), set(self.experiment.iterdir())
-        finished = command("-m", "shardwise", action, of or self.run, *words, cwd=self.experiment.parents[1])
+        folder = self.experiment.parents[1]
+        command = ("-m", "shardwise", action, of or self.run, *words)
+        finished = self.warm.run(*command, cwd=folder, env=environment(folder))
         assert finished.returncode == 0, finished.stdout + finished.stderr
         assert listing(self.run) == before
         (made,) = set(self.experiment.iterdir()) - others
@@ -76,19 +84,19 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def digits(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Trained:
     # Two epochs, so that the last validation is of the last step.
-    return Trained(tmp_path_factory.mktemp("digits"), "model=mlp", "trainer.max_steps=45")
+    return Trained(warm, tmp_path_factory.mktemp("digits"), "model=mlp", "trainer.max_steps=45")
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def text(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Trained:
     folder = tmp_path_factory.mktemp("text")
     draw = random.Random(0)
     (folder / "words.txt").write_text(" ".join(draw.choice(WORDS.split()) for _ in range(1000)) + "\n")
     small = ("data.context=16", "model.n_layer=2", "model.width=32", "batch.global_size=16", "optimizer.lr=0.01")
     kind = ("data=text", "task=language_model", "model=gpt", f"data.path={folder / 'words.txt'}")
-    return Trained(folder, *kind, *small, "trainer.max_steps=20", "trainer.limit_test_batches=1")
+    return Trained(warm, folder, *kind, *small, "trainer.max_steps=20", "trainer.limit_test_batches=1")
 
 
 # ---- eval ----------------------------------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ def test_a_language_model_is_judged_by_every_sample(text: Trained) -> None:
     assert found["loss"].astype(np.float64).mean() == pytest.approx(measured["metrics"]["test/loss"], rel=1e-6)
 
 
-def test_a_modules_own_predictions(tmp_path: Path) -> None:
+def test_a_modules_own_predictions(warm: Warm, tmp_path: Path) -> None:
     """Whatever its predict_step returns; the package has to be allowed again."""
     (tmp_path / "own.py").write_text(
         "from shardwise.module import Classification\n"
@@ -202,7 +210,7 @@ def test_a_modules_own_predictions(tmp_path: Path) -> None:
         "        return logits.max(dim=-1).values, batch[1]\n"
     )
     own = ("task._target_=own.Own", "plugins=[own]")
-    run = Trained(tmp_path, "model=mlp", "trainer.max_steps=2", *own)
+    run = Trained(warm, tmp_path, "model=mlp", "trainer.max_steps=2", *own)
     result, _ = run.use("predict", "--split", "val", "plugins=[own]")
     assert {name: len(array) for name, array in np.load(result["predictions"]).items()} == {
         "output_0": result["arrays"]["output_0"][0],

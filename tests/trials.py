@@ -34,7 +34,7 @@ GONE_SECONDS = 30.0
 """After the end of a run, or of the process that was killed: the time for everything that came of it to be gone."""
 RUN_SECONDS = 400.0
 """Limit for a run; a busy machine takes its time."""
-CLOCKED = re.compile(r"time|per_second|seconds|memory|mfu", re.IGNORECASE)
+CLOCKED = re.compile(r"time|per_second|seconds|memory|mfu|node/|gpu/", re.IGNORECASE)
 """Metrics that no two runs have in common."""
 
 COMMON = [
@@ -463,9 +463,9 @@ def tensors(url: str) -> dict[str, Tensor]:
 
 def difference(url: str, other: str) -> list[str]:
     """The keys of what two checkpoints do not have in common, bit for bit; how fast the one was is its own affair."""
-    mine, theirs = tensors(url), tensors(other)
-    for found in (mine, theirs):
-        found.pop("extra/callback_metrics/samples_per_second", None)
+    mine, theirs = (
+        {key: tensor for key, tensor in tensors(one).items() if not _is_clocked(key)} for one in (url, other)
+    )
     keys = [key for key in mine.keys() | theirs.keys() if key not in mine or key not in theirs]
     found = keys + [key for key in mine.keys() & theirs.keys() if not _same(mine[key], theirs[key])]
     if _untimed(read_state(url)["trainer"]) != _untimed(read_state(other)["trainer"]):
@@ -474,8 +474,16 @@ def difference(url: str, other: str) -> list[str]:
 
 
 def _untimed(state: dict[str, Any]) -> dict[str, Any]:
-    state["lightning"]["callback_metrics"].pop("samples_per_second", None)
+    metrics = state["lightning"]["callback_metrics"]
+    state["lightning"]["callback_metrics"] = {
+        name: value for name, value in metrics.items() if not CLOCKED.search(name)
+    }
     return state
+
+
+def _is_clocked(key: str) -> bool:
+    kind, _, name = key.rpartition("callback_metrics/")
+    return bool(kind) and CLOCKED.search(name) is not None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -3,6 +3,7 @@
     with Warm(mark="...") as warm:
         process = warm.start("shardwise.cli:train", [["model=mlp"]], cwd=..., out=..., err=...)
         status = process.wait(60)
+        process = warm.command(["train.py", "model=mlp"], cwd=..., out=..., err=...)
 
 What is started has a session of its own, and is what `python train.py` would be, but for the imports: signals are as
 they were when the interpreter started, and the forkserver of its ranks is forked, too, with its imports done.
@@ -16,8 +17,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ class Warm:
 
     def __init__(self, *, mark: str) -> None:
         environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
+        self.mark = mark
         paths = [str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(
@@ -65,6 +69,31 @@ class Warm:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return Started(self, self.ask(target=target, arguments=arguments, env=environment, **places))
 
+    def command(
+        self, words: Sequence[str | Path], *, cwd: Path, out: Path, err: Path, env: Mapping[str, str] | None = None
+    ) -> "Started":
+        """What ``python`` would do with these words: ``.../train.py ...`` or ``-m shardwise ...``.
+
+        It has this environment and no other variable, and looks for modules where that interpreter would.
+        """
+        places = {"cwd": str(cwd), "out": str(out), "err": str(err)}
+        environment = dict(os.environ if env is None else env)
+        return Started(self, self.ask(words=[str(word) for word in words], env=environment, **places))
+
+    def run(
+        self, *words: str | os.PathLike[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 240.0
+    ) -> subprocess.CompletedProcess[str]:
+        """:meth:`command` to its end, as ``subprocess.run`` would; ended with its session if it takes too long."""
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            process = self.command([str(word) for word in words], cwd=cwd, out=out, err=err, env=env)
+            try:
+                status = process.wait(timeout)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            return subprocess.CompletedProcess(words, status, out.read_text(), err.read_text())
+
 
 class Started:
     """As much of ``subprocess.Popen`` as is needed."""
@@ -79,7 +108,14 @@ class Started:
             self.returncode = self._warm.ask(poll=self.pid)
         return self.returncode
 
-    def wait(self, seconds: float) -> int:
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, seconds: float = 60.0) -> int:
         end = time.monotonic() + seconds
         while (status := self.poll()) is None:
             if time.monotonic() > end:
@@ -118,11 +154,35 @@ def _obey(request: dict[str, Any]) -> Any:
         os.dup2(opened, descriptor)
         os.close(opened)
     os.chdir(request["cwd"])
-    os.environ.update(request["env"])
     multiprocessing.util.spawnv_passfds = _spawn_or_fork  # type: ignore[attr-defined]
+    if "words" in request:
+        return _perform(request["words"], request["env"])
+    os.environ.update(request["env"])
     module, _, name = request["target"].partition(":")
     sys.argv[:] = [module, *(str(one) for one in request["arguments"][0])]
     return getattr(importlib.import_module(module), name)(*request["arguments"])
+
+
+def _perform(words: list[str], environment: dict[str, str]) -> Any:
+    ours = [str(Path(__file__).parent), *os.environ["PYTHONPATH"].split(os.pathsep)]
+    theirs = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    os.environ.clear()
+    os.environ.update(environment)
+    is_module = words[0] == "-m"
+    first = os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0]))
+    sys.path[:] = [first, *theirs, *(path for path in sys.path if path not in ours)]
+    sys.orig_argv[:] = [sys.executable, *words]
+    if is_module:
+        assert words[1] == "shardwise"
+        from shardwise.__main__ import main as run
+
+        sys.argv[:] = [str(Path(sys.modules["shardwise"].__file__ or "").with_name("__main__.py")), *words[2:]]
+    else:
+        assert Path(words[0]).name == "train.py"
+        from shardwise.cli import train as run
+
+        sys.argv[:] = words
+    return run()
 
 
 _spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]

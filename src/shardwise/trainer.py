@@ -44,7 +44,13 @@ is there, the second show what comes after that step twice."""
 
 
 def build_trainer(
-    job: Job, resolved: Resolved, steps: Steps, *, notes: Sequence[str] = (), stop: Any = None, ending: Ending | None = None
+    job: Job,
+    resolved: Resolved,
+    steps: Steps,
+    *,
+    notes: Sequence[str] = (),
+    stop: Any = None,
+    ending: Ending | None = None,
 ) -> pl.Trainer:
     """Lightning's Trainer around :class:`MeshStrategy`, with this job's loggers and callbacks.
 

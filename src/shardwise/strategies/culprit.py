@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.parallel.fsdp import reshard
 from shardwise.strategies.step import Step
-
-if TYPE_CHECKING:
-    from shardwise.strategies.mesh import MeshStrategy
 
 NOWHERE = 2**60
 """Place in the order of what was looked at, of a rank that has found nothing."""
@@ -36,11 +33,11 @@ class Report:
     """How early that is; it counts alike on all ranks."""
 
 
-def find(strategy: "MeshStrategy", step: Step, *, losses: Mapping[int, float], gradients: bool) -> Report:
+def find(strategy: Any, step: Step, *, losses: Mapping[int, float], gradients: bool) -> Report:
     """Run the step's micro-batches again, on all ranks, until this rank's first number that is not finite is known.
 
     Args:
-        strategy: with the random state of the step's start, and with gradients that nobody misses.
+        strategy: the MeshStrategy, with the random state of the step's start, and with gradients that nobody misses.
         step: its batches are still there.
         losses: this rank's, by micro-batch, of those that are not finite.
         gradients: whether it was a gradient, so that the backward pass has to be run too.
@@ -177,7 +174,7 @@ def _finite(values: Any) -> bool:
     return True
 
 
-def _training_step(strategy: "MeshStrategy", batch: Any, args: tuple) -> Any:
+def _training_step(strategy: Any, batch: Any, args: tuple) -> Any:
     if isinstance(strategy.model, DistributedDataParallel):  # it would begin to wait for gradients
         module: Any = strategy.lightning_module
         return module.training_step(batch, *args)
@@ -190,7 +187,7 @@ def _loss_of(output: Any) -> Tensor:
     return output["loss"] if isinstance(output, Mapping) else output
 
 
-def _eager(strategy: "MeshStrategy") -> contextlib.AbstractContextManager[Any]:
+def _eager(strategy: Any) -> contextlib.AbstractContextManager[Any]:
     """Compiled blocks run as they are written, so that their layers can be looked at."""
     stance: Callable[..., Any] = torch.compiler.set_stance
     return stance("force_eager") if strategy._layout.compile else contextlib.nullcontext()

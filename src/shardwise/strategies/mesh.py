@@ -397,7 +397,7 @@ class MeshStrategy(MeshCheckpoints):
 
     def _timed_reducer(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
         model = self.model
-        if not self.clock.running or not isinstance(model, DistributedDataParallel):
+        if not (self.clock.running and loss.requires_grad and isinstance(model, DistributedDataParallel)):
             return contextlib.nullcontext()
         return timed_reducer(self.clock, loss) if model.require_backward_grad_sync else contextlib.nullcontext()
 
@@ -440,7 +440,8 @@ class MeshStrategy(MeshCheckpoints):
         assert self._step is not None
         assert self._logged is not None
         values = {"step/loss_sum": self._step.loss_sum, "step/count": self._step.count(), **self._logged.mine()}
-        return {name: value.detach().to(self.root_device, torch.float64) for name, value in values.items()}
+        device = self.root_device
+        return {name: value.detach().to(device, torch.float64) for name, value in values.items()}
 
     def put_step_values(self, gathered: Gathered) -> dict[str, float]:
         """Make what the module has logged in the last step that of all ranks.

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from shardwise.errors import ConfigError, DivergedError
 from shardwise.parallel.grad_norm import local_gradients, total_norm
 from shardwise.strategies.culprit import find, told
 from shardwise.strategies.step import Step
-
-if TYPE_CHECKING:
-    from shardwise.strategies.mesh import MeshStrategy
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ class NonFinite:
     """What is done about losses and gradients that are not finite.
 
     Args:
-        strategy: whose steps are looked at.
+        strategy: the MeshStrategy whose steps are looked at.
         policy: ``stop`` ends the training with a DivergedError before the step is made; ``skip`` leaves the step out,
             so that parameters and the optimizer's state stay as they are, and goes on; ``ignore`` never looks.
 
@@ -56,7 +53,7 @@ class NonFinite:
         ConfigError: another policy.
     """
 
-    def __init__(self, policy: str, strategy: "MeshStrategy") -> None:
+    def __init__(self, policy: str, strategy: Any) -> None:
         if policy not in POLICIES:
             raise ConfigError(f"nonfinite={policy!r}: one of {', '.join(POLICIES)} is needed")
         self.policy = policy
@@ -208,22 +205,22 @@ class NonFinite:
         self._words = []
 
 
-def _module(strategy: "MeshStrategy") -> LightningModule:
+def _module(strategy: Any) -> LightningModule:
     assert strategy.lightning_module is not None
     return strategy.lightning_module
 
 
-def _number(strategy: "MeshStrategy") -> int:
+def _number(strategy: Any) -> int:
     return _module(strategy).trainer.global_step + 1  # Lightning counts the step when it is done
 
 
-def _is_logged(strategy: "MeshStrategy") -> bool:
+def _is_logged(strategy: Any) -> bool:
     every: int = _module(strategy).trainer.log_every_n_steps  # type: ignore[attr-defined]
     step = _number(strategy)
     return step == 1 or (every > 0 and step % every == 0)
 
 
-def _scaler(strategy: "MeshStrategy") -> Any:
+def _scaler(strategy: Any) -> Any:
     return getattr(strategy.precision_plugin, "scaler", None)
 
 
@@ -232,11 +229,11 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _word(strategy: "MeshStrategy") -> str:
+def _word(strategy: Any) -> str:
     return f"shardwise/nonfinite/{_number(strategy)}"
 
 
-def _leaves(strategy: "MeshStrategy") -> Iterator[Tensor]:
+def _leaves(strategy: Any) -> Iterator[Tensor]:
     """What this rank's gradients of the step gather at, before they travel."""
     model = strategy.model
     if not isinstance(model, FSDPModule):
@@ -255,7 +252,7 @@ def _not_a_number(gradient: Tensor) -> Tensor:
     return gradient * math.nan
 
 
-def _suspicious(strategy: "MeshStrategy") -> bool:
+def _suspicious(strategy: Any) -> bool:
     """Whether what this rank has got from the reduction may come from a rank whose loss was not finite.
 
     Such a rank makes all of its gradients not a number, so one element tells; where ranks may use different
@@ -275,7 +272,7 @@ def _suspicious(strategy: "MeshStrategy") -> bool:
 
 
 @contextlib.contextmanager
-def _unseen(strategy: "MeshStrategy") -> Iterator[None]:
+def _unseen(strategy: Any) -> Iterator[None]:
     """A step that is run again leaves nothing: no buffers, no logged values, no gradients (a scaler's are put back)."""
     module = _module(strategy)
     own, leaves = strategy.own_gradients, strategy._leaves
@@ -318,7 +315,7 @@ def _set_random(states: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def _ways(strategy: "MeshStrategy", *, skip: bool) -> str:
+def _ways(strategy: Any, *, skip: bool) -> str:
     """What to try."""
     module: Any = strategy.lightning_module
     optimizers = module.trainer.optimizers

@@ -141,21 +141,35 @@ def _targets(node: Any) -> Iterator[str]:
 
 
 def _imported_late(target: str) -> list[str]:
-    """What the functions of the module that defines ``target`` import once they are called, read off its source."""
+    """What the functions of the module that defines ``target`` import once they are called, and those of the modules
+    beside it that it imports; read off their sources."""
     module, _, name = target.rpartition(".")
-    path = Path(__file__).parents[1].joinpath(*module.split(".")[1:])  # find_spec() would import the packages above it
-    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if not source.is_file():
-        return []
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    for node in tree.body:
+    tree = _source_of(module)
+    for node in [] if tree is None else tree.body:
         if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
             return _imported_late(f"{node.module}.{name}")  # a package that only names it
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    inside = [node for function in functions for node in ast.walk(function)]
-    names = [alias.name for node in inside if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in inside if isinstance(node, ast.ImportFrom) and node.module]
-    return sorted(set(names))
+    beside, seen = [module], set()
+    names: set[str] = set()
+    while beside:
+        one = beside.pop()
+        if one in seen or (tree := _source_of(one)) is None:
+            continue
+        seen.add(one)
+        package = module.rpartition(".")[0] + "."
+        froms = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+        beside += [other for other in froms if other.startswith(package)]
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        inside = [node for function in functions for node in ast.walk(function)]
+        names |= {alias.name for node in inside if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in inside if isinstance(node, ast.ImportFrom) and node.module}
+    return sorted(names)
+
+
+def _source_of(module: str) -> ast.Module | None:
+    """The parsed source of a module of this package; None if there is none."""
+    path = Path(__file__).parents[1].joinpath(*module.split(".")[1:])  # find_spec() would import the packages above it
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(source.read_text(encoding="utf-8")) if source.is_file() else None
 
 
 class Planner:

@@ -7,6 +7,7 @@ a backward pass needs two products for each one of the forward pass, so that a s
 
 import copy
 import logging
+import re
 import time
 from itertools import chain
 from typing import Any
@@ -40,7 +41,7 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100-SXM2", {"16": 125, "32": 15.7, "64": 7.8}),
     ("T4", {"16": 65, "32": 8.1}),
 )
-"""A part of a device's name -> 10^12 operations a second by format, dense, at the full clock: NVIDIA's data sheets of
+"""A word of a device's name -> 10^12 operations a second by format, dense, at the full clock: NVIDIA's data sheets of
 these products (whose larger figures for half and TF32 are for sparse matrices)."""
 MATMUL_SECONDS = 0.03
 """How long a device of another name is measured at most, but for one product."""
@@ -110,7 +111,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
             width = "tf32"
         device_name = torch.cuda.get_device_name(device)
         for part, peaks in PEAKS:
-            if part in device_name and width in peaks:
+            if re.search(rf"\b{part}\b", device_name) and width in peaks:
                 return peaks[width] * TERA
     dtypes = {"64": torch.float64, "32": torch.float32, "tf32": torch.float32}
     return measured_flops(device, dtypes.get(width, torch.bfloat16 if "bf16" in precision else torch.float16))

@@ -220,7 +220,9 @@ def _verdict(
     at = f" at {users[-1][2]}, {Path(users[-1][0]).name}:{users[-1][1]}" if users else ""
     if first.waits:
         return f"{names} {'are' if several else 'is'} in {first.collective}{at}, and {others} in another collective"
-    return f"{names} {'hang' if several else 'hangs'} in {first.phase}{at}, and {others} for {'them' if several else 'it'}"
+    return (
+        f"{names} {'hang' if several else 'hangs'} in {first.phase}{at}, and {others} for {'them' if several else 'it'}"
+    )
 
 
 def _rank(rank: int, hosts: Sequence[str]) -> str:

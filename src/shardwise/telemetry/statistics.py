@@ -10,9 +10,10 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 def flat_statistics(table: RankTable) -> dict[str, float]:
-    """Name -> number: of one rank its values; of several, over those that have measured a quantity, ``<q>`` the mean,
-    ``<q>/min``, ``<q>/max``, and ``<q>/max_rank``, the rank of the largest. What nobody has measured is left out."""
-    there = ~np.isnan(table.values).all(axis=0)
+    """Name -> number: of a quantity that one rank has measured its value; of one that several have, ``<q>`` the mean over
+    them, ``<q>/min``, ``<q>/max``, and ``<q>/max_rank``, the rank of the largest. What nobody has is left out."""
+    holders = (~np.isnan(table.values)).sum(axis=0)
+    there = holders > 0
     names = [name for name, is_there in zip(table.names, there, strict=True) if is_there]
     values = table.values[:, there]
     if len(values) == 1:
@@ -22,9 +23,11 @@ def flat_statistics(table: RankTable) -> dict[str, float]:
     smallest, largest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
     ranks = np.nanargmax(values, axis=0)
     flat: dict[str, float] = {}
-    columns = (means.tolist(), smallest.tolist(), largest.tolist(), ranks.tolist())
-    for name, mean, low, high, rank in zip(names, *columns, strict=True):
-        flat |= {name: mean, f"{name}/min": low, f"{name}/max": high, f"{name}/max_rank": rank}
+    columns = (means.tolist(), smallest.tolist(), largest.tolist(), ranks.tolist(), holders[there].tolist())
+    for name, mean, low, high, rank, count in zip(names, *columns, strict=True):
+        flat[name] = mean
+        if count > 1:
+            flat |= {f"{name}/min": low, f"{name}/max": high, f"{name}/max_rank": rank}
     return flat
 
 

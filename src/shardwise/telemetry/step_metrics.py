@@ -126,6 +126,9 @@ class StepMetrics(Callback):
         self._keep_own_time()
         _mesh_strategy(trainer).gathers_logged = True
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        trainer.strategy.gathers_logged = True  # type: ignore[attr-defined]
+
     # ---- tokens over a resume -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,7 +154,7 @@ class StepMetrics(Callback):
 
     def _logs(self, trainer: Trainer, step: int) -> bool:
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return step in (1, self.total_steps) or step % every == 0
+        return step in (1, self.total_steps) or (every > 0 and step % every == 0)
 
     def _log(self, trainer: Trainer, step: int) -> None:
         spent = self._clock.take()
@@ -256,7 +259,8 @@ class StepMetrics(Callback):
         """
         if self._clock is None:
             return {}
-        self._keep_own_time()
+        if self._clock.record is None:  # it would wait for the device, which may be what has failed
+            self._keep_own_time()
         mean = self._split.mean()
         spent = {phase: mean[phase] + self._own_time[phase] for phase in PHASES}
         memory = self._peak_memory

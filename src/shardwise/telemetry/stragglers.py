@@ -34,6 +34,8 @@ CLEARLY = 1.5
 """By so many times the excess of what has been said another part has to be the larger one to be said instead."""
 MOST_LINES = 4
 """Ranks that are named at once; of the others there is the number."""
+PATIENCE = 10
+"""Between two measurements of the links, times the steps that it takes to name a rank."""
 COMMUNICATION_SHARE, COMMUNICATION_SECONDS = 0.25, 0.005
 """Of a step, and seconds a step: from which exposed communication on is worth a look at the links."""
 
@@ -153,7 +155,7 @@ class WaitingForAll:
 
     That is when exposed communication takes a quarter of the step on the median rank, as long as it takes to name a
     rank, and no rank's own time stands out. After one measurement there is another one only if it takes half as much
-    again, or has been less in between.
+    again, or has been less in between, and not before ten times as many steps as it takes to name a rank.
     """
 
     def __init__(self, *, steps: int) -> None:
@@ -162,6 +164,7 @@ class WaitingForAll:
         """Of the step, on the median rank, in the last table."""
         self._covered: list[int] = []
         self._measured = 0.0
+        self._not_before = 0
 
     def update(self, table: RankTable, *, suspected: bool) -> bool:
         """Whether to measure now."""
@@ -176,9 +179,9 @@ class WaitingForAll:
             return False
         self._covered.append(table.steps)
         enough = len(self._covered) >= LEAST_TABLES and sum(self._covered) >= self.steps
-        if not enough or waiting < CLEARLY * self._measured:
+        if not enough or waiting < CLEARLY * self._measured or table.step < self._not_before:
             return False
-        self._measured = waiting
+        self._measured, self._not_before = waiting, table.step + PATIENCE * self.steps
         return True
 
 
