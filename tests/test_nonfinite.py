@@ -103,18 +103,18 @@ def run(
     try:
         trainer.fit(module, shares(kind, given["max_steps"], tp=LAYOUTS[layout].tp))
     except DivergedError as diverged:
-        error = str(diverged)
-        assert diverged.step == trainer.global_step + 1
+        error, step = str(diverged), diverged.step
+    if error:
+        assert step == trainer.global_step + 1
         for parameter in module.parameters():
             assert getattr(parameter, "_local_tensor", parameter).isfinite().all(), "no step was made with it"
-    finally:
-        log.removeHandler(handler)
+    log.removeHandler(handler)
     record = recorder.record
     return {
         "error": error.splitlines(),
         "said": said,
         "losses": record.losses,
-        "end": {name: tensor for name, tensor in record.end.items()},
+        "end": dict(record.end),
         "skipped": trainer.strategy.skipped_steps,
         "steps": trainer.global_step,
         "lines": lines.lines,

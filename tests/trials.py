@@ -26,6 +26,7 @@ from shardwise.checkpoint.manifest import step_of
 from shardwise.checkpoint.reader import read_state
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.tensors import read_tensors
+from shardwise.metrics_file import RANK_KINDS
 from shardwise.parallel.pieces import Pieces
 from warm import MARK, Started, Warm
 
@@ -34,7 +35,7 @@ GONE_SECONDS = 30.0
 """After the end of a run, or of the process that was killed: the time for everything that came of it to be gone."""
 RUN_SECONDS = 400.0
 """Limit for a run; a busy machine takes its time."""
-CLOCKED = re.compile(r"time|per_second|seconds|memory|mfu|node/|gpu/", re.IGNORECASE)
+CLOCKED = re.compile(r"time|per_second|seconds|mfu", re.IGNORECASE)
 """Metrics that no two runs have in common."""
 
 COMMON = [
@@ -442,9 +443,10 @@ def _samples_seen(url: str) -> int:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without what a clock has measured."""
+    """The lines of a metrics file, without what a clock has measured, and what hangs on how many ranks there are."""
     every = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not CLOCKED.search(name)} for line in every]
+    left_out = {name for line in every for name in line if CLOCKED.search(name) or name.startswith(RANK_KINDS)}
+    return [{name: value for name, value in line.items() if name not in left_out} for line in every]
 
 
 def _first_difference(mine: list[Any], theirs: list[Any]) -> str:

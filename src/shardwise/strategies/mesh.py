@@ -201,7 +201,8 @@ class MeshStrategy(MeshCheckpoints):
                 autocast=not self.dims.uses_fsdp,
                 scaler=getattr(plugin, "scaler", None),
             )
-        self.precision_plugin.nonfinite = self.nonfinite
+        used: Any = self.precision_plugin
+        used.nonfinite = self.nonfinite
 
     def _parallelise(self, module: LightningModule) -> None:
         """Formats, sharding, then memory and initial values: nothing is held whole that is kept in parts.

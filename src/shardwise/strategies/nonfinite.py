@@ -1,7 +1,7 @@
 """Losses and gradients that are not finite: seen in the step that brings them, before the optimizer makes use of them.
 
-All ranks have to decide alike, and no step has a collective for it. A rank whose own loss is not finite leaves a word in
-the store that the processes have met at, and makes all gradients that it hands on not a number. Whoever finds that in
+All ranks have to decide alike, and no step has a collective for it. A rank whose own loss is not finite leaves word in
+the store where the processes have met, and makes all gradients that it hands on not a number. Whoever finds that in
 what it gets from the reduction asks the store: the word was there before the gradient came. Ranks that split layers
 between them share their loss.
 """
@@ -235,11 +235,10 @@ def _word(strategy: Any) -> str:
 
 def _leaves(strategy: Any) -> Iterator[Tensor]:
     """What this rank's gradients of the step gather at, before they travel."""
-    model = strategy.model
-    if not isinstance(model, FSDPModule):
+    if not isinstance(strategy.model, FSDPModule):
         yield from (parameter for parameter in _module(strategy).parameters() if parameter.requires_grad)
         return
-    for part in model.modules():
+    for part in _module(strategy).modules():
         if isinstance(part, FSDPModule):
             for group in part._get_fsdp_state()._fsdp_param_groups:
                 for held in group.fsdp_params:

@@ -33,8 +33,8 @@ class SweepFailedError(RuntimeError):
 def run_jobs(source: Source, *, folder: Path, sample: Planned) -> list[Outcome]:
     """Run what a source hands out, ``sweep.slots`` jobs side by side; failures are told at once and again at the end.
 
-    What ``folder`` knows of an earlier run of this sweep is kept: jobs that are over (completed, or diverged) are not run
-    again, partial ones go on.
+    What ``folder`` knows of an earlier run of this sweep is kept: jobs that are over (completed, or diverged) are not
+    run again, partial ones go on.
 
     Args:
         source: where the jobs come from.
