@@ -76,9 +76,12 @@ def check_matrix(pool: Any, tmp_path: Any, kind: str, sources: tuple[str, ...], 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_all_pairs_of_layouts(pool, tmp_path):
-    """A GPT with tied embeddings, a vocabulary of 19 and the norms whole: even, uneven and replicated parts."""
-    check_matrix(pool, tmp_path, "gpt-tied", MATRIX, MATRIX)
+def test_from_every_layout(pool, tmp_path):
+    """A GPT with tied embeddings, a vocabulary of 19 and the norms whole: even, uneven and replicated parts.
+
+    Saved under each, and loaded where parameters are whole, in parts of either kind, and in those of all three axes.
+    """
+    check_matrix(pool, tmp_path, "gpt-tied", MATRIX, ("one", "fsdp2", "tp2", "hybrid8"))
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -89,7 +92,7 @@ def test_packed_matrices_between_layouts(pool, tmp_path):
 
 @pytest.mark.proofs
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("kind", ["gpt-gqa", "vit", "vit_b_16", "mlp-even", "plain", "plan", "net"])
+@pytest.mark.parametrize("kind", ["gpt-tied", "gpt-gqa", "vit", "vit_b_16", "mlp-even", "plain", "plan", "net"])
 def test_all_pairs_of_layouts_of_every_model(pool, tmp_path, kind):
     layouts = MATRIX if kind != "plain" else tuple(name for name in MATRIX if LAYOUTS[name].tp == 1)
     check_matrix(pool, tmp_path, kind, layouts, layouts)

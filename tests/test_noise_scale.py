@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +39,7 @@ from training import (
     on_layout,
     shares,
 )
+from warm import Warm
 
 # ---- the estimator ---------------------------------------------------------------------------------------------------
 
@@ -485,10 +484,10 @@ def test_a_run_with_nothing_to_compare_is_one_line_and_leaves_nothing(train_py: 
         assert not run.output_root.exists()
 
 
-def test_a_run_that_was_measured_is_evaluated_on_one_device(train_py: Any) -> None:
+def test_a_run_that_was_measured_is_evaluated_on_one_device(train_py: Any, warm: Warm) -> None:
     typed = ["callbacks=noise_scale", "batch.accumulate=2", "trainer.max_steps=1", "model=mlp", "logger=none"]
     run = train_py(*typed, "schedule.warmup_steps=0")
-    command = [sys.executable, "-m", "shardwise", "eval", str(run.run_folder), f"output_root={run.output_root}"]
-    evaluated = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = ["-m", "shardwise", "eval", run.run_folder, f"output_root={run.output_root}"]
+    evaluated = warm.run(*command, cwd=run.output_root, timeout=100)
     assert evaluated.returncode == 0, evaluated.stderr
     assert "noise_scale" in (run.run_folder / "config.yaml").read_text()

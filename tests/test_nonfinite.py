@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -333,36 +332,6 @@ def test_a_wrong_policy_is_refused() -> None:
         MeshStrategy(nonfinite="halt")
 
 
-def look(policy: str) -> float:
-    """Seconds of all looks at one step, in the loop of a training."""
-    spent = [0.0]
-
-    class Timed(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            watch = trainer.strategy.nonfinite
-            for name in ("begin", "see_loss", "after_backward"):
-                setattr(watch, name, timed(getattr(watch, name)))
-
-    def timed(call: Any) -> Any:
-        def inner(*args: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return call(*args)
-            finally:
-                spent[0] += time.perf_counter() - start
-
-        return inner
-
-    torch.manual_seed(11)
-    trainer = make_trainer("ddp2", callbacks=[Timed()], strategy={"nonfinite": policy}, max_steps=40)
-    trainer.fit(build_module("gpt"), shares("gpt", 40))
-    return spent[0] / 40
-
-
-def test_a_look_costs_next_to_nothing(pool: RankPool) -> None:
-    assert min(pool.run(look, "stop")) < 400e-6, "1 % of a step of 40 ms"
-
-
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 SMALL = ["model=mlp", "model.width=8", "trainer.max_steps=8", "schedule.warmup_steps=0", "trainer.log_every_n_steps=1"]
@@ -391,6 +360,14 @@ def test_a_run_that_diverges_ends_with_the_reason_first_and_no_restart(train_py:
     assert sorted(path.name for path in (ended.run_folder / "checkpoints").glob("step_*"))[-1] == (
         f"step_{result['steps']:08d}"
     )
+
+
+def test_skipped_steps_are_counted_in_the_metrics(train_py: Any) -> None:
+    run = train_py(*SMALL, *BAD, "monitor.nonfinite=skip", "logger=none")
+    counts = [line["skipped_steps"] for line in run.metrics if "skipped_steps" in line]
+    assert counts[0] == 0
+    assert counts[-1] == run.stdout.count("the step is skipped") > 0
+    assert json.loads((run.run_folder / "result.json").read_text())["metrics"]["skipped_steps"] == counts[-1]
 
 
 def test_a_job_that_diverges_does_not_stop_a_sweep(train_py: Any, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from shardwise import cli
+from warm import Warm
 
 PACKAGE = '''
 """What a user brings: a LightningModule, a data module, and nothing about ranks."""
@@ -145,12 +146,16 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(project: Path, root: Path, *argv: str, status: int = 0) -> subprocess.CompletedProcess:
+@pytest.fixture
+def train(warm: Warm) -> Callable[..., subprocess.CompletedProcess]:
     """`python -m shardwise train ...` from the user's project."""
-    command = [sys.executable, "-m", "shardwise", "train", *argv, "logger=none", f"output_root={root}"]
-    environment = {**os.environ, "PYTHONPATH": str(project)}
-    run = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=100)
-    assert run.returncode == status, run.stdout + run.stderr
+
+    def run(project: Path, root: Path, *argv: str, status: int = 0) -> subprocess.CompletedProcess:
+        command = ["-m", "shardwise", "train", *argv, "logger=none", f"output_root={root}"]
+        done = warm.run(*command, cwd=project, env={**os.environ, "PYTHONPATH": str(project)}, timeout=100)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
     return run
 
 
@@ -168,7 +173,7 @@ def jobs(root: Path) -> list[Path]:
     return [Path(row["run_folder"]) for row in json.loads(ledger.read_text())]
 
 
-def test_an_experiment_of_their_own_trains_alike_everywhere(project, tmp_path):
+def test_an_experiment_of_their_own_trains_alike_everywhere(train, project, tmp_path):
     """By names from the project's configuration folder; everything in a sweep, so that one command shows it."""
     own = ["--config-dir=conf", "experiment=words", "precision=64-true"]
     train(project, tmp_path / "a", "-m", *own, "strategy=ddp,fsdp", "trainer.devices=1,2")
@@ -189,7 +194,7 @@ def test_an_experiment_of_their_own_trains_alike_everywhere(project, tmp_path):
     assert losses(again) == losses(fsdp)
 
 
-def test_counts_that_differ_are_weighted_exactly(project, tmp_path):
+def test_counts_that_differ_are_weighted_exactly(train, project, tmp_path):
     """(sum, count) over micro-batches and ranks that hold unequal counts is the mean over all targets."""
     typed = ["plugins=[mypkg]", "data=custom", "data._target_=mypkg.Sentences", "model=none", "precision=64-true"]
     typed += ["batch.global_size=16", "trainer.max_epochs=null", "trainer.max_steps=4", "schedule.warmup_steps=0"]
@@ -204,7 +209,7 @@ def test_counts_that_differ_are_weighted_exactly(project, tmp_path):
         assert losses(folder) == pytest.approx(losses(one), abs=1e-10)
 
 
-def test_a_network_of_their_own_in_a_task_of_their_own(project, tmp_path):
+def test_a_network_of_their_own_in_a_task_of_their_own(train, project, tmp_path):
     """By `model=custom`, its arguments filled in from the data."""
     typed = ["plugins=[mypkg]", "data=custom", "data._target_=mypkg.Sentences", "task=custom"]
     typed += ["task._target_=mypkg.Around", "model=custom", "model._target_=mypkg.Net", "+model.features=auto"]
@@ -238,7 +243,7 @@ def test_what_does_not_go_together_is_one_line(project, tmp_path, monkeypatch, c
     assert not list(tmp_path.iterdir())
 
 
-def test_manual_optimization_is_refused(project, tmp_path):
+def test_manual_optimization_is_refused(train, project, tmp_path):
     """Seen once the module exists."""
     run = train(project, tmp_path, "--config-dir=conf", "experiment=words", "task._target_=mypkg.Manual", status=2)
     message = "error: Manual uses manual optimization, but backward, accumulation and clipping are the strategy's"
@@ -246,7 +251,7 @@ def test_manual_optimization_is_refused(project, tmp_path):
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_their_own_optimizer_and_batch_statistics(project, tmp_path):
+def test_their_own_optimizer_and_batch_statistics(train, project, tmp_path):
     typed = ["--config-dir=conf", "experiment=words", "task._target_=mypkg.OwnOptimizer,mypkg.Normed"]
     run = train(project, tmp_path, "-m", *typed)
     own, normed = jobs(tmp_path)

@@ -10,8 +10,8 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 def flat_statistics(table: RankTable) -> dict[str, float]:
-    """Name -> number: of a quantity that one rank has measured its value; of one that several have, ``<q>`` the mean over
-    them, ``<q>/min``, ``<q>/max``, and ``<q>/max_rank``, the rank of the largest. What nobody has is left out."""
+    """Name -> number: of a quantity that one rank has measured its value; of one that several have, ``<q>`` the mean
+    over them, ``<q>/min``, ``<q>/max``, and ``<q>/max_rank``, the rank of the largest. What nobody has is left out."""
     holders = (~np.isnan(table.values)).sum(axis=0)
     there = holders > 0
     names = [name for name, is_there in zip(table.names, there, strict=True) if is_there]

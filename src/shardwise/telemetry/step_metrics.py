@@ -33,9 +33,9 @@ class StepMetrics(Callback):
     Of all ranks together: ``train/loss`` (mean over the global batch), ``lr``, ``grad_norm`` (before clipping),
     ``samples`` (seen since the start of the run), ``samples_per_second``, and where the module has
     ``count_tokens(batch)``, ``tokens`` and ``tokens_per_second``; where its operations can be counted,
-    ``flops_per_second`` and ``mfu`` (``telemetry.flops``). Of each rank: where its time went, memory, sensors, load,
-    its loss and gradients (RankTable). Rates and times are without the first step of this process, in which much is
-    done for the first time.
+    ``flops_per_second`` and ``mfu`` (``telemetry.flops``); where steps may be skipped, ``skipped_steps``. Of each rank:
+    where its time went, memory, sensors, load, its loss and gradients (RankTable). Rates and times are without the
+    first step of this process, in which much is done for the first time.
 
     On the first step, on every ``trainer.log_every_n_steps``-th, and on the last, in one collective, in which what the
     module logs itself goes along; there is none on other steps. Loggers get a line (``log_metrics``), and those that
@@ -57,6 +57,7 @@ class StepMetrics(Callback):
         self._tokens: int | None = None  # of all ranks up to the last logging step, None if there are none to count
         self._tokens_since = 0  # of this rank, since then
         self._held_tokens: int | None = None
+        self._skipped = 0  # steps that earlier processes of the run have left out
         self._twin: LightningModule | None = None
         self._flops: float | None = None
         self._peak = 0.0
@@ -67,6 +68,7 @@ class StepMetrics(Callback):
         self._peak_memory: tuple[float, int] | None = None
         self._hosts: tuple[str, ...] = ()
         self._clock: Any = None
+        self._strategy: MeshStrategy | None = None
 
     # ---- beginning ------------------------------------------------------------------------------------------------
 
@@ -79,7 +81,7 @@ class StepMetrics(Callback):
         step, data = trainer.global_step, getattr(trainer, "datamodule", None)
         # Batches may have been of another size before; the data know the position.
         seen = data.position if isinstance(data, ShardedDataModule) else step * self.global_size
-        strategy.gathers_logged = False
+        self._strategy, strategy.gathers_logged = strategy, False
         self._ranks, self._dp_size = strategy.dims.world_size, strategy.dp_size
         self._hosts = tuple(strategy.hosts)
         self._gather = NamedGather(dist.group.WORLD if self._ranks > 1 else None, strategy.root_device)
@@ -133,10 +135,13 @@ class StepMetrics(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         # What other ranks have seen since the last logging step is not known here: as much as this one.
-        return {} if self._tokens is None else {"tokens": self._tokens + self._tokens_since * self._dp_size}
+        tokens = {} if self._tokens is None else {"tokens": self._tokens + self._tokens_since * self._dp_size}
+        skipped = self._skipped + (0 if self._strategy is None else self._strategy.skipped_steps)
+        return tokens | ({"skipped_steps": skipped} if skipped else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._held_tokens = state_dict.get("tokens")
+        self._skipped = state_dict.get("skipped_steps", 0)
 
     def _count_tokens(self, module: LightningModule, batch: Any) -> None:
         count = getattr(module, "count_tokens", None)
@@ -228,6 +233,8 @@ class StepMetrics(Callback):
             metrics["grad_norm"] = float(norm)
         elif "step/square_share" in gathered.names:
             metrics["grad_norm"] = math.sqrt(gathered.column("step/square_share").sum())
+        if strategy.nonfinite.policy == "skip":
+            metrics["skipped_steps"] = self._skipped + strategy.skipped_steps
         first, seen = self._first
         metrics["samples"] = seen + (step - first) * self.global_size
         rate = steps / (time.perf_counter() - self._since[1])

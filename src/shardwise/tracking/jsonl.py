@@ -8,7 +8,7 @@ from typing import Any
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from shardwise.metrics_file import read_lines
+from shardwise.metrics_file import RANK_KINDS, read_lines
 from shardwise.tracking.lines import MetricLines, MetricsFileError
 
 __all__ = ["JsonlLogger", "MetricsFileError", "RankJsonlLogger"]
@@ -57,8 +57,8 @@ class JsonlLogger(_FileLogger):
 
     @property
     def last(self) -> dict[str, float]:
-        """The last value of every metric that was logged, as a plain number."""
-        return self._lines.last
+        """The last value of every metric that was logged, as a plain number; those of single ranks stay in the file."""
+        return {name: value for name, value in self._lines.last.items() if not name.startswith(RANK_KINDS)}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
