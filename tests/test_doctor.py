@@ -176,6 +176,11 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     for value in (f"={present}", f"{present[:2]},lo", "^ib7"):  # as NCCL reads it: exactly, by prefix, all but
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
         assert row_of(network.interfaces, "interfaces", state="ok")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{present},lo")
+    assert row_of(network.interfaces, "interfaces", state="ok")
+    for value in (f"={present}", f"{present}:1", f"^{present}"):  # gloo knows whole names only
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
+        assert f"GLOO_SOCKET_IFNAME={value}: {value} is not here" in row_of(network.interfaces, "interfaces").text
 
 
 def test_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,12 +20,12 @@ import pytest
 from checkout import TrainRun
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import compose
-from shardwise.job import Job, make_job, with_folder
+from shardwise.job import Job, held, make_job, running, with_folder
 from shardwise.logs import main, show_logs
 from shardwise.parallel.dims import ParallelDims
 from shardwise.rank_log import Channel, LineWriter, stamp
 from shardwise.resolve import World
-from shardwise.summary import rank_map, show_end
+from shardwise.summary import look_commands, rank_map, show_end
 from shardwise.telemetry.sentences import sentences
 
 STAMPED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (.*)")
@@ -322,6 +323,23 @@ def test_follow_goes_on_until_there_is_a_result(tmp_path: Path, monkeypatch: pyt
     assert out.getvalue().count("\n") == 4
 
 
+def test_follow_takes_no_result_of_an_earlier_attempt_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("QUIET_SECONDS", 0.1), ("POLL_SECONDS", 0.02)):
+        monkeypatch.setattr(f"shardwise.logs.{name}", seconds)
+    run = run_of(tmp_path / "run", "2026-12-01T00:00:01.000 a\n")
+    (run / "result.json").write_text("{}")
+    with held(run, taken=running):  # resumed, and not yet so far that the old result is gone
+        options = {"follow": True, "out": io.StringIO()}
+        follower = threading.Thread(target=show_logs, args=(run,), kwargs=options, daemon=True)
+        follower.start()
+        follower.join(0.6)
+        assert follower.is_alive()
+    follower.join(10)
+    assert not follower.is_alive()
+
+
 def test_follow_ends_when_a_killed_run_is_held_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from filelock import FileLock
 
@@ -378,6 +396,12 @@ def test_the_end_names_what_shows_a_run(tmp_path: Path, devices: int, capsys: py
     assert "slowest rank: 3 on node7" in out
     assert f"python -m shardwise show {job.run_folder}\n" in out
     assert (f"python -m shardwise logs {job.run_folder}\n" in out) == (devices > 1)
+
+
+def test_a_python_in_a_folder_with_a_space_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/my venv/bin/python")
+    job = made_job(tmp_path, devices=1)
+    assert look_commands(job) == [f"'/my venv/bin/python' -m shardwise show {shlex.quote(job.run_folder)}"]
     show_end(replace(job, in_sweep=True), result)
     assert "slowest" not in (out := capsys.readouterr().out)
     assert "shardwise" not in out

@@ -176,6 +176,14 @@ def test_a_rank_that_was_slow_for_a_while_is_named_with_the_steps(tmp_path: Path
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_of_two_that_were_slow_for_a_while_the_slower_one_comes_first(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", slow={1: {"data": 0.03}, 3: {"data": 0.3}}, window=(100, 150), steps=1000)
+    text = show(folder)
+    assert headline(text).startswith("Rank 3 (node-a) was slow from step 101 to 150")
+    assert "Also slow: rank 1 (node-a) 1.9 x by data from step 101 to 150." in html.unescape(text)
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_rank_that_takes_long_over_next_to_nothing_is_not_slow(tmp_path: Path) -> None:
     """Twice the own time of the others, of a step that is communication almost only."""
     folder = write_run(tmp_path / "run")

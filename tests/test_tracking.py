@@ -350,6 +350,14 @@ class TestOffline:
         logger.finish(0)
         assert bool(list((tmp_path / "run").glob("wandb/offline-run-*"))) == (mode == "offline")
 
+    def test_the_shared_mode_of_the_environment_is_an_online_one(self, client, tmp_path, monkeypatch, caplog):
+        monkeypatch.setenv("WANDB_MODE", "shared")
+        logger = tracker(tmp_path)
+        logger.log_metrics({"x": 1.0}, step=0)
+        logger.finish(0)
+        assert "nobody is logged in" in caplog.text
+        assert [point["x"] for point in history(records(offline_run(tmp_path)))] == [1.0]
+
     def test_an_unknown_mode_is_one_line(self):
         with pytest.raises(ConfigError, match=r"logger.mode=onlin .*auto, online, offline, disabled"):
             WandbTracker(mode="onlin")

@@ -34,7 +34,10 @@ EXAMPLES = (
     ("python -m shardwise inspect|eval|predict|generate|export <run folder>", "what can be done with a checkpoint"),
 )
 
-SHOWN = ("strategy", "batch", "precision", "schedule", "lr_scaling", "checkpoint", "launch", "monitor", "profile", "sweep")
+SHOWN = (
+    *("strategy", "batch", "precision", "schedule", "lr_scaling"),
+    *("checkpoint", "launch", "monitor", "profile", "sweep"),
+)
 """Groups of the schema whose keys are listed one by one."""
 
 

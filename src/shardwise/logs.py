@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn, TextIO
 
 from shardwise.errors import ConfigError
+from shardwise.job import HOLDER, LOCK, check_idle
 
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ?")
 NAME = re.compile(r"rank_(\d+)\.log")
@@ -99,7 +100,9 @@ def _follow(folder: Path, tails: dict[int, "_Tail"], chosen: list[int] | None, p
     last = time.monotonic()
     while True:
         quiet = time.monotonic() - last
-        ended = (folder / "result.json").exists() or (quiet > KILLED_SECONDS and _is_abandoned(folder))
+        # While somebody holds the folder, a result is that of an attempt before the one that begins, or ends.
+        ended = (folder / "result.json").exists() and not (folder / HOLDER).exists()
+        ended = ended or (quiet > KILLED_SECONDS and _is_abandoned(folder))
         for rank, path in find_logs(folder).items():
             if rank not in tails and (chosen is None or rank in chosen):
                 tails[rank] = _Tail(rank, path)
@@ -119,8 +122,6 @@ def _follow(folder: Path, tails: dict[int, "_Tail"], chosen: list[int] | None, p
 
 def _is_abandoned(folder: Path) -> bool:
     """Whether nobody works in a run folder any more: a run that was killed has left no result."""
-    from shardwise.job import LOCK, check_idle
-
     try:
         check_idle(folder)
     except ConfigError:  # somebody trains there, or it cannot be known

@@ -199,9 +199,14 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
             print(f"  {line}")
 
 
+def shardwise_command(job: Job) -> str:
+    """``python -m shardwise`` by the interpreter that the run was started with."""
+    return f"{shlex.quote(shlex.split(start_command(job))[0])} -m shardwise"
+
+
 def look_commands(job: Job) -> list[str]:
     """Commands that show this run: its page, and with several ranks their logs."""
-    module = f"{start_command(job).split(' ')[0]} -m shardwise"
+    module = shardwise_command(job)
     words = ["show"] if job.action == "train" else []
     words += ["logs"] if job.resolved().world.size > 1 else []
     return [f"{module} {word} {shlex.quote(job.run_folder)}" for word in words]
@@ -278,7 +283,7 @@ def next_commands(job: Job, *, status: str = "completed") -> list[str]:
         return " ".join([start, *map(shlex.quote, without_secrets(typed))])
 
     other = "ddp" if job.config["strategy"]["name"] == "fsdp" else "fsdp"
-    module = f"{start.split(' ')[0]} -m shardwise"
+    module = shardwise_command(job)
     export = f"{module} export {shlex.quote(job.run_folder)} --to model.safetensors" if newest_checkpoint(job) else None
     others = [
         f"{same_but('strategy', 'trainer.devices', 'nodes')} strategy={other} trainer.devices=2",

@@ -72,9 +72,12 @@ def interfaces(found: Findings) -> None:
     wrong = False
     for variable in INTERFACES:
         value = os.environ.get(variable, "")
-        names = [part.split(":")[0] for part in value.lstrip("=").split(",") if part]
-        missing = [one for one in names if not any(have.startswith(one) for have in stats)]
-        if missing and not value.startswith("^"):
+        if variable.startswith("GLOO"):  # by their whole names; NCCL's list is of beginnings, or of what to leave out
+            missing = [one for one in value.split(",") if one and one not in stats]
+        else:
+            names = [] if value.startswith("^") else [part.split(":")[0] for part in value.lstrip("=").split(",")]
+            missing = [one for one in names if not any(have.startswith(one) for have in stats)]
+        if missing:
             wrong = True
             fix = f"export {variable}={_outward()}, or unset {variable}"
             found.problem("interfaces", f"{variable}={value}: {missing[0]} is not here or not up ({shown})", fix)

@@ -8,14 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.show.ranks import WARM, Ranks
+from shardwise.step_clock import PHASES
+from shardwise.telemetry.statistics import OWN_PHASES
 
-PHASES = (
-    *("data", "forward", "backward", "communication", "optimizer"),
-    *("logging", "evaluation", "checkpoint", "other"),
-)
-"""Parts of a step as they are drawn, which add up to it."""
-OWN = ("data", "forward", "backward", "optimizer", "other")
-"""What a rank spends itself. Communication is waiting for others; evaluation, checkpoints and logging are rare."""
 COMPUTE = ("forward", "backward", "optimizer")
 FEW = 8
 """Ranks above which the median of all stands for that of the others."""
@@ -51,7 +46,7 @@ class Slow:
 
 def own_time(ranks: Ranks) -> np.ndarray:
     """(ranks, columns) seconds that each rank spends itself in a step; NaN where it measured none of it."""
-    parts = np.stack([ranks.matrix(f"time/{phase}") for phase in OWN])
+    parts = np.stack([ranks.matrix(f"time/{phase}") for phase in OWN_PHASES])
     return np.where(np.isfinite(parts).any(0), np.nansum(parts, axis=0), np.nan)
 
 
@@ -80,11 +75,12 @@ def slow_ranks(ranks: Ranks, *, factor: float, steps: int = 10) -> list[Slow]:
     now_slow = (own >= factor * expected) & (own - expected >= least)
     now_slow[:, :1] &= len(ranks.counts) <= WARM  # much is done there for the first time
     spells = {row: _longest(now_slow[row]) for row in range(len(own)) if row not in rows}
-    return slow + [
+    for_a_while = [
         slow_of(ranks, row, columns=spell)
         for row, spell in spells.items()
         if spell.stop - spell.start > 1 and ranks.edges[spell.stop] - ranks.edges[spell.start] >= steps
     ]
+    return slow + sorted(for_a_while, key=lambda one: -one.own)
 
 
 def slow_of(ranks: Ranks, row: int, *, columns: slice | None = None) -> Slow:
@@ -99,7 +95,7 @@ def slow_of(ranks: Ranks, row: int, *, columns: slice | None = None) -> Slow:
     nothing = np.full(len(own), np.nan)
     excess = {
         phase: float(np.nan_to_num((means.get(phase, nothing) - usual(means.get(phase, nothing)))[row]))
-        for phase in OWN
+        for phase in OWN_PHASES
     }
     kinds = {"data": ("data",), "compute": COMPUTE, "other": ("other",)}
     kind = max(kinds, key=lambda one: sum(excess[phase] for phase in kinds[one]))

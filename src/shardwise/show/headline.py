@@ -10,14 +10,13 @@ from shardwise.checkpoint.manifest import printable
 from shardwise.report.runs import number
 from shardwise.show.findings import Slow, mean_times, shares, slow_ranks, slowest
 from shardwise.show.record import Record
+from shardwise.telemetry.sentences import EVEN
 
 WAITING = 0.25
 """Share of a step in communication above which it is spoken of."""
 MAX_NAMED = 5
 """Slow ranks that are named."""
 MAX_METRICS = 6
-EVEN = 1.1
-"""A rank up to so many times the median of the others is slower by nothing in particular."""
 
 
 def found_slow(record: Record) -> list[Slow]:

@@ -6,7 +6,7 @@ from typing import Any
 LEAST = 0.005
 """Share of the time below which a phase is not named."""
 EVEN = 1.05
-"""A slowest rank up to so many times the median is no slow rank."""
+"""A slowest rank up to so many times the median is slower by nothing in particular."""
 
 
 def sentences(telemetry: Mapping[str, Any] | None) -> list[str]:

@@ -1,6 +1,7 @@
 """Loggers of ours: the metrics file of every run, and Weights & Biases.
 
-They follow Lightning's Logger interface. Only global rank 0 writes, but for files of each rank. TensorBoard and CSV are Lightning's own loggers.
+They follow Lightning's Logger interface. Global rank 0 writes what is of all ranks, each rank what is its own.
+TensorBoard and CSV are Lightning's own loggers.
 """
 
 from shardwise.tracking.jsonl import JsonlLogger, MetricsFileError, RankJsonlLogger

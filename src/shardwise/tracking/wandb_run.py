@@ -279,7 +279,7 @@ class WandbRun:
         if self._mode != "auto":
             return self._mode, f"logger.mode={self._mode}"
         if "mode" in service_settings.model_fields_set:
-            mode = {"run": "online", "dryrun": "offline"}.get(service_settings.mode, service_settings.mode)
+            mode = {"run": "online", "shared": "online", "dryrun": "offline"}.get(service_settings.mode, service_settings.mode)
             return mode, f"WANDB_MODE={service_settings.mode}, or so in wandb's settings"
         if is_logged_in(service_settings):
             return "online", "logged in"
