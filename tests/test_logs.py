@@ -396,15 +396,15 @@ def test_the_end_names_what_shows_a_run(tmp_path: Path, devices: int, capsys: py
     assert "slowest rank: 3 on node7" in out
     assert f"python -m shardwise show {job.run_folder}\n" in out
     assert (f"python -m shardwise logs {job.run_folder}\n" in out) == (devices > 1)
+    show_end(replace(job, in_sweep=True), result)
+    assert "slowest" not in (out := capsys.readouterr().out)
+    assert "shardwise" not in out
 
 
 def test_a_python_in_a_folder_with_a_space_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/my venv/bin/python")
     job = made_job(tmp_path, devices=1)
     assert look_commands(job) == [f"'/my venv/bin/python' -m shardwise show {shlex.quote(job.run_folder)}"]
-    show_end(replace(job, in_sweep=True), result)
-    assert "slowest" not in (out := capsys.readouterr().out)
-    assert "shardwise" not in out
 
 
 def test_the_start_says_which_rank_is_what_and_where() -> None:

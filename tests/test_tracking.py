@@ -362,6 +362,12 @@ class TestOffline:
         with pytest.raises(ConfigError, match=r"logger.mode=onlin .*auto, online, offline, disabled"):
             WandbTracker(mode="onlin")
 
+    def test_an_unknown_mode_of_the_environment_is_one_line(self, monkeypatch):
+        monkeypatch.setenv("WANDB_MODE", "onlin")
+        with pytest.raises(ConfigError, match=r"WANDB_MODE=onlin .*online, offline, disabled"):
+            WandbTracker()
+        WandbTracker(mode="offline")
+
 
 class TestAbsentService:
     def test_online_without_a_login_is_offline_and_asks_nobody(self, client, tmp_path, caplog):

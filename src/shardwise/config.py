@@ -493,7 +493,7 @@ def needed(known: Field) -> str:
     kinds = _kinds(known.type)
     said: dict[type, list[str]] = {float: ["a number"], int: ["a whole number"], bool: ["true", "false"]}
     said |= {str: list(known.metadata.get("words") or ["a text"]), dict: ["a mapping"]}
-    said |= {list: [f"a list, such as {known.name}=[mypackage],"]}
+    said |= {list: [f"a list, such as {known.name}=[{'0,1' if int in get_args(known.type) else 'mypackage'}],"]}
     shown = [text for kind, texts in said.items() if kind in kinds for text in texts]
     if int in kinds and float in kinds:
         shown.remove("a whole number")

@@ -75,7 +75,7 @@ def probe_job(job: Job, micro_size: int, *, folder: Path) -> Job:
             lr_scaling=LRScalingConfig(),
             checkpoint=CheckpointConfig(),
             profile=ProfileConfig(),
-        monitor=replace(config.monitor, nonfinite="ignore"),
+            monitor=replace(config.monitor, nonfinite="ignore"),
             launch=replace(config.launch, max_restarts=0, time_limit=None),
             logger={"_target_": None},
             init_from=None,

@@ -156,4 +156,5 @@ def _name_of_work(work: Any, *_: Any) -> str:
 _OPERATIONS: dict[int, str] = {
     int(kind): name.lower().strip("_")
     for name, kind in torch._C._distributed_c10d.OpType.__members__.items()  # type: ignore[attr-defined]
+    if name != "UNKNOWN"  # gloo's reduce-scatter
 }

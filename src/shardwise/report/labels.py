@@ -9,11 +9,12 @@ from shardwise.report.runs import Run, Runs
 
 NO_MATTER = (
     *("seed", "experiment_name", "output_root", "plugins", "sweep", "launch", "logger", "checkpoint"),
-    *("hydra", "rerun", "resume"),
+    *("profile", "hydra", "rerun", "resume"),
 )
 NO_MATTER_KEYS = (
     *("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.enable_autolog_hparams"),
     *("trainer.enable_checkpointing", "trainer.log_every_n_steps", "trainer.default_root_dir", "trainer.profiler"),
+    *("monitor.straggler_factor", "monitor.straggler_steps"),
 )
 """Keys, and everything below them, that change no result."""
 OF_A_LINE = ("batch", "optimizer.lr")

@@ -279,8 +279,9 @@ class WandbRun:
         if self._mode != "auto":
             return self._mode, f"logger.mode={self._mode}"
         if "mode" in service_settings.model_fields_set:
-            mode = {"run": "online", "shared": "online", "dryrun": "offline"}.get(service_settings.mode, service_settings.mode)
-            return mode, f"WANDB_MODE={service_settings.mode}, or so in wandb's settings"
+            said = service_settings.mode
+            mode = {"run": "online", "shared": "online", "dryrun": "offline"}.get(said, said)
+            return mode, f"WANDB_MODE={said}, or so in wandb's settings"
         if is_logged_in(service_settings):
             return "online", "logged in"
         return "offline", "not logged in"

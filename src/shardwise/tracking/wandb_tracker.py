@@ -19,6 +19,8 @@ from shardwise.tracking.wandb_parts import UNITS, WAYS, node_row, own_row, table
 from shardwise.tracking.wandb_run import WandbRun, plain_id
 
 MODES = ("auto", "online", "offline", "disabled")
+MODES_OF_WANDB = ("online", "offline", "disabled", "shared", "run", "dryrun")
+"""What WANDB_MODE may be."""
 
 
 class WandbTracker(Logger):
@@ -136,6 +138,9 @@ class WandbTracker(Logger):
                 known = "|".join(allowed)
                 raise ConfigError(f"logger.{key}={value}: no such choice{nearest(str(value), allowed)} ({known})")
         asked = os.environ.get("WANDB_MODE", "") if mode == "auto" else mode
+        if mode == "auto" and asked and asked not in MODES_OF_WANDB:
+            known = ", ".join(MODES_OF_WANDB[:3])
+            raise ConfigError(f"WANDB_MODE={asked} is not a mode of W&B: export one of {known}, or unset it")
         if ranks == "shared" and asked in ("offline", "dryrun"):
             source = f"WANDB_MODE={asked}" if mode == "auto" else f"logger.mode={mode}"
             raise ConfigError(
