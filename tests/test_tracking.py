@@ -749,6 +749,20 @@ class TestResumedOffline:
         assert f"kept as *.torn: {path}" in told[1]
         assert told[2] == f"W&B: offline (not logged in); upload later with: wandb sync {folders}"
 
+    def test_a_step_that_is_repeated_without_rates_comes_once(self, client, tmp_path):
+        life = Life(tmp_path)
+        sizes = life.train(1, 1)
+        for step in (2, 3):
+            life.log({"train/loss": 1 / step, "samples_per_second": 9.0}, step)
+        life.tracker.finish(0)
+        next_second()
+        life = Life(tmp_path, resume_at=sizes[1])
+        life.log({"train/loss": 1 / 2}, 2)  # the first step of a process has none
+        life.log({"train/loss": 1 / 3, "samples_per_second": 9.0}, 3)
+        life.log({"train/loss": 1 / 4, "samples_per_second": 9.0}, 4)
+        life.tracker.finish(0)
+        assert [row["step"] for row in logged_offline(tmp_path)] == [1, 2, 3, 4]
+
     def test_rows_past_a_preemption_replace_none(self, client, tmp_path):
         life = Life(tmp_path)
         sizes = life.train(1, 5)

@@ -2,7 +2,7 @@
 
 A line is ``2026-12-01T01:02:03.456 text``: when it began, in the local time of the rank's machine. The lines of a text
 that is printed at once share their time. What a library writes to the file descriptor by itself has no time: it belongs
-to the line before it. ``logs.py`` reads these files.
+to the line before it; of the rank that keeps its console it is there only. ``logs.py`` reads these files.
 """
 
 import contextlib
@@ -201,6 +201,7 @@ def _hung_up() -> Iterator[None]:
 @contextlib.contextmanager
 def rank_log(folder: Path, rank: int, *, console: bool) -> Iterator[TextIO]:
     """Everything that a rank prints goes to ``ranks/rank_<k>.log``; rank 0 keeps its ``console`` too, if it has one.
+    There alone comes what is not printed by Python, such as NCCL's warnings.
 
     What is yielded is the error stream of the console, for the rank that has to say why all of them end.
     """

@@ -8,8 +8,6 @@ from shardwise.tracking.transaction_log import Row, TransactionLog
 UPLOAD_SECONDS = 60.0
 """Rows older than this, when a run was killed, had reached the service; the client sends every 15 s."""
 
-Key = tuple[int | None, frozenset[str]]
-
 
 class Repeats:
     """Rows that are there, each good for one line of ``metrics.jsonl`` with the same step and the same metrics.
@@ -19,19 +17,33 @@ class Repeats:
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._left: Counter[Key] = Counter((row.step, row.names) for row in rows)
+        self._left: dict[int | None, Counter[frozenset[str]]] = {}
+        for row in rows:
+            self._left.setdefault(row.step, Counter())[row.names] += 1
 
-    def take(self, step: int, metrics: Mapping[str, object]) -> bool:
-        """Whether W&B has this row; one that was asked for is used up."""
-        if not self._left:
+    def take(self, step: int, metrics: Mapping[str, object], *, of_more: bool = False) -> bool:
+        """Whether W&B has this row; one that was asked for is used up.
+
+        Args:
+            step: the row's.
+            metrics: in it.
+            of_more: whether a row with more than these will do: a step that is repeated as the first of a process has
+                neither times nor rates.
+        """
+        left = self._left.get(step)
+        if left is None:
             return False
-        key = (step, frozenset(metrics))
-        there = self._left[key] > 0
-        if there:
-            self._left[key] -= 1
-        if not self._left[key]:
-            del self._left[key]
-        return there
+        names = frozenset(metrics)
+        if of_more and names and names not in left:
+            names = next((more for more in left if names < more), names)
+        if names not in left:
+            return False
+        left[names] -= 1
+        if not left[names]:
+            del left[names]
+        if not left:
+            del self._left[step]
+        return True
 
 
 def rows_there(logs: Sequence[TransactionLog], *, starting_step: int | None) -> list[Row]:

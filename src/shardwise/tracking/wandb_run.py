@@ -98,7 +98,7 @@ class WandbRun:
             if self._earlier is not None:
                 self._catch_up(before=step)
             self._last_step = self._last_step if step is None else int(step)
-            if self._repeats is not None and self._repeats.take(self._last_step, values):
+            if self._repeats is not None and self._repeats.take(self._last_step, values, of_more=True):
                 return
             self.run.log({**{name: _for_client(value) for name, value in values.items()}, "step": self._last_step})
         except Exception as error:
