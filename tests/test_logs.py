@@ -363,7 +363,7 @@ def test_follow_ends_when_a_killed_run_is_held_by_nobody(tmp_path: Path, monkeyp
 TELEMETRY = {
     "time": {"data": 1.0, "forward": 30.0, "backward": 60.0, "communication": 8.7, "logging": 0.3},
     "wall": 100.0,
-    "slowest_rank": {"rank": 3, "host": "node7", "ratio": 1.8, "phase": "data"},
+    "slowest_rank": {"rank": 3, "host": "node7", "ratio": 1.8, "kind": "compute", "phase": "forward"},
     "peak_memory": {"bytes": 3 * 2**30, "rank": 2},
 }
 
@@ -371,13 +371,13 @@ TELEMETRY = {
 def test_the_end_says_what_the_time_went_to_and_who_was_slow() -> None:
     assert sentences(TELEMETRY) == [
         "time in training: 1 min 40 s: backward 60 %, forward 30 %, communication 8.7 %, data 1.0 %",
-        "slowest rank: 3 on node7, 1.80 x the median, by data",
+        "slowest rank: 3 on node7, 1.80 x the median of the others, by compute (mostly forward)",
         "peak memory: 3.0 GiB (rank 2)",
     ]
     one = {"time": {"forward": 2.0}, "wall": 4.0, "slowest_rank": None, "peak_memory": {"bytes": 2**29, "rank": 0}}
     assert sentences(one) == ["time in training: 4 s: forward 50 %", "peak memory: 512 MiB"]
-    even = {"slowest_rank": {"rank": 1, "host": "a", "ratio": 1.01, "phase": "data"}}
-    assert sentences(even) == ["slowest rank: none stands out (rank 1 on a: 1.01 x the median)"]
+    even = {"slowest_rank": {"rank": 1, "host": "a", "ratio": 1.01, "kind": "data", "phase": "data"}}
+    assert sentences(even) == ["slowest rank: none stands out (rank 1 on a: 1.01 x the median of the others)"]
     assert sentences(None) == sentences({}) == []
 
 

@@ -158,6 +158,22 @@ def test_the_page_begins_with_the_slow_rank_and_what_slows_it(
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_rank_whose_links_are_slow_is_named_as_the_run_found_it(tmp_path: Path) -> None:
+    """Waiting is equal on all ranks, so their times cannot tell."""
+    folder = write_run(tmp_path / "run")
+    text = "rank 1 (<b>node) is slow in communication: its messages of 256 KiB take 21 ms, the median rank's 0.2 ms"
+    said = [{"step": 10, "time": 1.0, "kind": "memory", "text": "rank 0 grows"}]
+    said.append({"step": 20, "time": 2.0, "kind": "communication", "text": text})
+    lines = [*map(json.dumps, said), "[]", '{"step": "x"}', '{"step": 30, "ki']
+    (folder / "ranks" / "findings.jsonl").write_text("\n".join(lines))
+    page = show(folder)
+    assert headline(page) == text.replace("rank 1", "Rank 1") + "."
+    assert "<b>node" not in page
+    assert "step 10: rank 0 grows" in page
+    assert 'class="box slow"' not in page
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_of_two_ranks_one_is_compared_with_the_other(tmp_path: Path) -> None:
     text = show(write_run(tmp_path / "run", shape=(1, 2, 1), slow={1: {"forward": 0.03}}))
     assert headline(text).startswith(

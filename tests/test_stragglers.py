@@ -1,7 +1,10 @@
 """Which rank is named as slow, by what, and when; decided from tables, and in live ranks that are slowed on purpose."""
 
+import json
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pool import RankPool
+from shardwise.metrics_file import FINDINGS
 from shardwise.parallel.links import measure_links, rounds
 from shardwise.step_clock import PHASES
 from shardwise.telemetry.links import links_line, slow_links
@@ -260,13 +264,17 @@ class SlowCard(pl.Callback):
 
 def lines_of(what: str, layout: str, slowed: int) -> list[str]:
     mine = dist.get_rank() == slowed
-    stragglers = Stragglers(factor=1.5, steps=10)
+    folder = tempfile.mkdtemp()
+    stragglers = Stragglers(factor=1.5, steps=10, folder=folder)
     callbacks = [StepMetrics(total_steps=STEPS, global_size=2 * LAYOUTS[layout].dp_size), stragglers]
     if mine and what == "communication":
         callbacks.append(SlowCard())
     trainer = make_trainer(layout, callbacks=callbacks, max_steps=STEPS, log_every_n_steps=5)
     samples = DataLoader(Samples(mine and what == "data"), batch_size=None)
     trainer.fit(Model(mine and what == "compute"), samples)
+    kept = Path(folder, FINDINGS)
+    texts = [json.loads(line)["text"] for line in kept.read_text().splitlines()] if kept.exists() else []
+    assert texts == (stragglers.lines if dist.get_rank() == 0 else [])
     return stragglers.lines
 
 

@@ -225,7 +225,13 @@ def test_the_slowest_rank_is_named_with_what_it_spends_more_on() -> None:
     ]
     for _ in range(2):
         split.add(np.array([[row[phase] for phase in PHASES] for row in rows]))
-    assert split.slowest(("x", "y", "z")) == {"rank": 2, "host": "z", "ratio": 8 / 5, "phase": "data"}
+    slowest = {"rank": 2, "host": "z", "ratio": 8 / 5, "kind": "data", "phase": "data"}
+    assert split.slowest(("x", "y", "z")) == slowest
+    two = TimeSplit(ranks=2)
+    more = {"forward": 4.0, "backward": 4.0, "data": 5.0}
+    two.add(np.array([[1.0] * len(PHASES), [more.get(phase, 1.0) for phase in PHASES]]))
+    slowest = {"rank": 1, "host": "y", "ratio": 15 / 5, "kind": "compute", "phase": "forward"}
+    assert two.slowest(("x", "y")) == slowest, "of two ranks, a slow one does not hide in the median"
     assert split.mean()["communication"] == 2 * 51 / 3
     assert TimeSplit(ranks=1).slowest(("x",)) is None
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 RESERVED = ("step", "time", "nonfinite")
 """Names in a line that are no metrics."""
+FINDINGS = "findings.jsonl"
+"""In a run's ``ranks``: what was said of ranks while it trained (telemetry.stragglers)."""
+
 RANK_KINDS = ("time/", "memory/", "gpu/", "node/", "rank/")
 """How the names of what is measured of each rank begin: how a run ran, not what came out."""
 

@@ -91,7 +91,8 @@ def build_trainer(
     limits = {name: getattr(config.launch, name) for name in ("start_timeout", "collective_timeout")}
     callbacks.append(Watchdog(**limits, ending=ending))
     if config.monitor.straggler_factor is not None:
-        callbacks.append(Stragglers(factor=config.monitor.straggler_factor, steps=config.monitor.straggler_steps))
+        factor, slow_steps = config.monitor.straggler_factor, config.monitor.straggler_steps
+        callbacks.append(Stragglers(factor=factor, steps=slow_steps, folder=Path(job.run_folder) / "ranks"))
     if config.profile.kind == "step":
         callbacks.append(_profiling(job, resolved, steps))
     if options["enable_checkpointing"]:

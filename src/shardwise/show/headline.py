@@ -74,6 +74,8 @@ def about_ranks(record: Record, slow: Sequence[Slow]) -> str:
     if ranks is None:
         return _by_result(record)
     if not slow:
+        if by_links := slow_link(record):
+            return f"{by_links[0].upper()}{by_links[1:]}."
         most = slowest(ranks)
         if most is None:
             return ""
@@ -90,6 +92,12 @@ def about_ranks(record: Record, slow: Sequence[Slow]) -> str:
     )
     text = f"{begins}: {times(first.ratio)} the median of the others, by {because(first)}."
     return text[0].upper() + text[1:]
+
+
+def slow_link(record: Record) -> str:
+    """What the run has found last on a rank whose communication is slow, which no times can tell; empty if nothing."""
+    last = next((text for _, kind, text in reversed(record.said) if kind == "communication"), "")
+    return last if " is slow in communication" in last else ""
 
 
 def also_slow(record: Record, slow: Sequence[Slow]) -> str:

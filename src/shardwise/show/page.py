@@ -26,6 +26,7 @@ from shardwise.show.headline import (
     finals,
     found_slow,
     size,
+    slow_link,
 )
 from shardwise.show.mesh import make_mesh
 from shardwise.show.plots import Plot, curve_plots, heat_maps, memory_plots, other_plots, time_plots
@@ -90,7 +91,9 @@ def render(record: Record, *, linked: bool = False) -> str:
         finals=finals(record),
         reason=printable(record.reason),
         log=record.log,
-        alarm=bool(slow),
+        alarm=bool(slow or slow_link(record)),
+        marked=bool(slow),
+        said=[(f"{step:,}", text) for step, _, text in record.said],
         found=printable(about_ranks(record, slow)),
         also=printable(also_slow(record, slow)),
         sentences=[printable(line) for line in (*about_step(record), about_memory(record)) if line],

@@ -2,9 +2,11 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import shlex
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 from shardwise.checkpoint.manifest import printable
 from shardwise.errors import ConfigError
 from shardwise.job import LOCK
-from shardwise.metrics_file import RANK_KINDS
+from shardwise.metrics_file import FINDINGS, RANK_KINDS
 from shardwise.report.ending import reason_of
 from shardwise.report.find import JOBS, find_runs
 from shardwise.report.reading import first_line, plain_json, plain_yaml, read_curves
@@ -23,6 +25,8 @@ from shardwise.show.ranks import Ranks, read_ranks
 
 FILES = ("config.yaml", "result.json", "provenance.json", "metrics.jsonl", "overrides.yaml")
 MAX_FILES = 200
+MAX_SAID = 20
+"""Findings of the run itself that the page shows."""
 MAX_TEXT = 2**18
 """Characters of config.yaml that the page shows."""
 
@@ -52,6 +56,8 @@ class Record:
     more_files: int = 0
     last_time: float | None = None
     """Unix time of the last line of metrics."""
+    said: list[tuple[int, str, str]] = field(default_factory=list)
+    """(step, kind, text): what was said of ranks while it trained, oldest first."""
 
     @property
     def derived(self) -> dict[str, Any]:
@@ -167,8 +173,20 @@ def read_record(folder: Path) -> Record:
             "No rank has measured its times (there is no ranks/rank_<k>.jsonl): the run is of an older version, or "
             "ended before its first logging step."
         )
+    record.said = _said(folder / "ranks" / FINDINGS)
     record.files, record.more_files = _listed(folder)
     return record
+
+
+def _said(path: Path) -> list[tuple[int, str, str]]:
+    """What is in the file of findings that has their form; the newest MAX_SAID of them."""
+    found: deque[tuple[int, str, str]] = deque(maxlen=MAX_SAID)
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                one = json.loads(line)
+                found.append((int(one["step"]), printable(one["kind"])[:20], printable(one["text"])[:500]))
+    return list(found)
 
 
 def check_one_run(folder: Path) -> None:

@@ -7,6 +7,7 @@ LEAST = 0.005
 """Share of the time below which a phase is not named."""
 EVEN = 1.05
 """A slowest rank up to so many times the median is slower by nothing in particular."""
+OTHERS = "the median of the others"
 
 
 def sentences(telemetry: Mapping[str, Any] | None) -> list[str]:
@@ -14,7 +15,7 @@ def sentences(telemetry: Mapping[str, Any] | None) -> list[str]:
 
     Args:
         telemetry: ``time`` (phase -> seconds, mean over the ranks), ``wall`` (seconds), ``slowest_rank`` (rank, host,
-            ratio to the median, phase) or None, ``peak_memory`` (bytes, rank).
+            ratio to the median of the others, kind, phase) or None, ``peak_memory`` (bytes, rank).
     """
     telemetry = telemetry or {}
     lines = [
@@ -44,9 +45,14 @@ def _slowest(slowest: Mapping[str, Any] | None) -> str | None:
         return None
     host = f" on {slowest['host']}" if slowest.get("host") else ""
     if slowest["ratio"] <= EVEN:
-        return f"slowest rank: none stands out (rank {slowest['rank']}{host}: {slowest['ratio']:.2f} x the median)"
-    phase = f", by {slowest['phase']}" if slowest.get("phase") else ""
-    return f"slowest rank: {slowest['rank']}{host}, {slowest['ratio']:.2f} x the median{phase}"
+        return f"slowest rank: none stands out (rank {slowest['rank']}{host}: {slowest['ratio']:.2f} x {OTHERS})"
+    return f"slowest rank: {slowest['rank']}{host}, {slowest['ratio']:.2f} x {OTHERS}, by {_what(slowest)}"
+
+
+def _what(slowest: Mapping[str, Any]) -> str:
+    """``data``, or ``compute (mostly forward)``."""
+    kind, phase = slowest["kind"], slowest["phase"]
+    return kind if kind == phase else f"{kind} (mostly {phase})"
 
 
 def _memory(peak: Mapping[str, Any] | None, *, several: bool) -> str | None:

@@ -7,6 +7,8 @@ from shardwise.telemetry.table import RankTable
 
 OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 """Phases in which a rank waits for no other one."""
+KINDS = {"data": ("data",), "compute": ("forward", "backward", "optimizer"), "other": ("other",)}
+"""Kinds of a rank's own work -> the phases that they are made of."""
 
 
 def flat_statistics(table: RankTable) -> dict[str, float]:
@@ -52,14 +54,25 @@ class TimeSplit:
         return dict(zip(PHASES, self._seconds.mean(axis=0).tolist(), strict=True))
 
     def slowest(self, hosts: tuple[str, ...]) -> dict[str, object] | None:
-        """The rank that has spent most in its own work: ``ratio`` over the median rank's, and the phase that is most
-        above its median. None with one rank, or where nothing is measured."""
-        own = self._seconds[:, [PHASES.index(phase) for phase in OWN_PHASES]]
-        totals = own.sum(axis=1)
-        median = float(np.median(totals))
-        if len(totals) < 2 or median <= 0:
+        """The rank that has spent most in its own work, or None with one rank, or where nothing is measured.
+
+        ``ratio`` is over the median of the other ranks; ``kind`` the kind of work (``KINDS``) and ``phase`` the phase
+        of it that is most above what the others take.
+        """
+        own = {phase: self._seconds[:, PHASES.index(phase)] for phase in OWN_PHASES}
+        totals = np.sum(list(own.values()), axis=0)
+        if len(totals) < 2:
             return None
         rank = int(totals.argmax())
-        phase = OWN_PHASES[int((own[rank] - np.median(own, axis=0)).argmax())]
+
+        def excess(phases: tuple[str, ...]) -> float:
+            spent = np.sum([own[phase] for phase in phases], axis=0)
+            return float(spent[rank] - np.median(np.delete(spent, rank)))
+
+        usual = float(np.median(np.delete(totals, rank)))
+        if usual <= 0:
+            return None
+        kind = max(KINDS, key=lambda kind: excess(KINDS[kind]))
+        phase = max(KINDS[kind], key=lambda phase: excess((phase,)))
         host = hosts[rank] if rank < len(hosts) else ""
-        return {"rank": rank, "host": host, "ratio": float(totals[rank]) / median, "phase": phase}
+        return {"rank": rank, "host": host, "ratio": float(totals[rank]) / usual, "kind": kind, "phase": phase}

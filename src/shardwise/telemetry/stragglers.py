@@ -4,27 +4,30 @@ A rank that is late makes all others wait for it, so the wall time of a step tel
 rank's own time: data, forward, backward, optimizer and the rest of the loop, without what it waits for others.
 """
 
+import contextlib
+import json
 import logging
+import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pytorch_lightning import Callback, Trainer
 
+from shardwise.metrics_file import FINDINGS
 from shardwise.parallel.links import measure_links
 from shardwise.telemetry.links import links_line
 from shardwise.telemetry.memory_growth import MemoryGrowth
+from shardwise.telemetry.statistics import KINDS
 from shardwise.telemetry.table import RankTable
 
 log = logging.getLogger(__name__)
 
-WORK = {
-    "data": ("time/data",),
-    "compute": ("time/forward", "time/backward", "time/optimizer"),
-    "other": ("time/other",),
-}
+WORK = {kind: tuple(f"time/{phase}" for phase in phases) for kind, phases in KINDS.items()}
 """What a rank can be slow in -> the columns that are its time."""
 LEAST_SHARE, LEAST_SECONDS = 0.05, 0.0005
 """An excess over the median rank's own time that is less than this of a step, or in seconds, costs nobody anything."""
@@ -191,10 +194,13 @@ class Stragglers(Callback):
     Args:
         factor: times the median rank's own time (or growth) from which on a rank is named.
         steps: optimizer steps that it has to be that slow.
+        folder: where rank 0 adds what it says to ``findings.jsonl``, a line each: {"step", "time" (Unix seconds),
+            "kind" (``rank``, ``memory`` or ``communication``), "text"}; None for nowhere.
     """
 
-    def __init__(self, *, factor: float, steps: int) -> None:
+    def __init__(self, *, factor: float, steps: int, folder: str | os.PathLike[str] | None = None) -> None:
         self.factor = factor
+        self.folder = None if folder is None else Path(folder)
         self.slow = SlowRanks(factor=factor, steps=steps)
         self.waiting = WaitingForAll(steps=steps)
         self.memory = MemoryGrowth(factor=factor)
@@ -202,16 +208,24 @@ class Stragglers(Callback):
         """All that has been said."""
 
     def on_rank_table(self, trainer: Trainer, table: RankTable) -> None:
-        lines = [*self.slow.update(table), *self.memory.update(table)]
+        found = [("rank", line) for line in self.slow.update(table)]
+        found += [("memory", line) for line in self.memory.update(table)]
         if self.waiting.update(table, suspected=self.slow.suspected):
             # All ranks have decided on this from equal tables; it is a collective.
             strategy: Any = trainer.strategy
             seconds = measure_links(strategy.root_device, hosts=table.hosts)
-            lines.append(links_line(seconds, hosts=table.hosts, share=self.waiting.share, factor=self.factor))
-        self.lines += lines
+            line = links_line(seconds, hosts=table.hosts, share=self.waiting.share, factor=self.factor)
+            found.append(("communication", line))
+        self.lines += [line for _, line in found]
         if trainer.is_global_zero:
-            for line in lines:
+            for kind, line in found:
                 log.warning("%s", line)
+                self._keep({"step": table.step, "time": round(time.time(), 3), "kind": kind, "text": line})
+
+    def _keep(self, finding: dict[str, Any]) -> None:
+        if self.folder is not None:
+            with contextlib.suppress(OSError), (self.folder / FINDINGS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(finding) + "\n")
 
 
 def shown_ms(seconds: float) -> str:
