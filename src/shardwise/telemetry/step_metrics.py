@@ -15,7 +15,7 @@ from shardwise.parallel.grad_norm import local_gradients, own_squares
 from shardwise.parallel.named_values import Gathered, NamedGather
 from shardwise.step_clock import PHASES
 from shardwise.strategies import MeshStrategy
-from shardwise.strategies.micro_batches import batch_samples
+from shardwise.strategies.micro_batches import batch_samples, split_batch
 from shardwise.telemetry.flops import flops_per_sample, meta_copy, peak_flops
 from shardwise.telemetry.loop import watch
 from shardwise.telemetry.readings import Readings
@@ -94,7 +94,9 @@ class StepMetrics(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._twin is not None:
-            self._flops, self._twin = flops_per_sample(self._twin, batch), None
+            # As large as the model is ever called with: another size may be too much for it.
+            micro_batch = split_batch(batch, _mesh_strategy(trainer).accumulate)[0]
+            self._flops, self._twin = flops_per_sample(self._twin, micro_batch), None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         # When the batch has ended the schedule has moved on: what counts is the rate that the step is made with.
