@@ -40,6 +40,8 @@ class Hungry(nn.Module):
 
     def forward(self, x):
         rank = int(os.environ.get("RANK", "0"))
+        if x.is_meta:  # its operations are counted, and no memory is used
+            return self.layer(x.flatten(1))
         if self.log and self.training:
             with open(self.log, "a") as file:
                 file.write(json.dumps([os.getpid(), rank, len(x)]) + "\\n")

@@ -370,7 +370,8 @@ TELEMETRY = {
 
 def test_the_end_says_what_the_time_went_to_and_who_was_slow() -> None:
     assert sentences(TELEMETRY) == [
-        "time in training: 1 min 40 s: backward 60 %, forward 30 %, communication 8.7 %, data 1.0 %",
+        "time in training: 1 min 40 s: backward 60 %, forward 30 %, communication and waiting for other ranks 8.7 %, "
+        "data 1.0 %",
         "slowest rank: 3 on node7, 1.80 x the median of the others, by compute (mostly forward)",
         "peak memory: 3.0 GiB (rank 2)",
     ]

@@ -53,7 +53,7 @@ def test_the_rank_that_is_in_no_collective_comes_first_and_equal_stacks_together
         '  File "/lib/torch/distributed/distributed_c10d.py", line 5170, in all_reduce',
         "    work.wait()",
         "no step has ended for 96 s: rank 2 (host-2) hangs in data at on_train_batch_start, train.py:30, and the other "
-        "3 wait for it",
+        "3 wait for it (where a step may take that long: launch.collective_timeout=...)",
     ]
 
 

@@ -48,6 +48,10 @@ def check_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return before, flags.overrides
 
 
+SEVERAL = ("callbacks",)
+"""Groups of which several choices go together."""
+
+
 def check_overrides(overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> None:
     """Whether each override can be read, and names a file where it is about a group.
 
@@ -73,6 +77,9 @@ def check_overrides(overrides: Sequence[str], groups: Mapping[str, Sequence[str]
 
 def _check_choice(text: str, parsed: Override, group: str, names: Sequence[str]) -> None:
     value = parsed.value()
+    if isinstance(value, list) and group not in SEVERAL:
+        shown = f"{group}={'|'.join(names)}"
+        raise ConfigError(f"{text}: {group} takes one choice ({shown}); a list is for callbacks=[a,b]")
     if isinstance(value, (str, Mapping)) or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
         return
     shown = f"{group}={'|'.join(names)}" if names else f"{group}=<name>"
@@ -118,6 +125,8 @@ def explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> str:
         return _not_removed(match[1] or match[2])
     if match := re.search(r"Ambiguous value for argument '([^']*)'", text):
         key, _, value = match[1].partition("=")
+        if key in groups and key not in SEVERAL:
+            return f"{match[1]}: {key} takes one choice; several are a sweep (-m {match[1]})"
         return f"{match[1]}: several values are a sweep (-m {match[1]}), and a list is {key}=[{value}]"
     if match := re.search(r"Sweep parameters? '(.*)' requires --multirun", text):
         return f"{match[1]}: several values are a sweep, which -m starts: type -m '{match[1]}'"

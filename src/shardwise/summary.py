@@ -182,7 +182,9 @@ def show_end(job: Job, result: dict[str, Any]) -> None:
     chosen = [pair for pair in values if pair[0].startswith("test/")] or [p for p in values if p[0].startswith("val/")]
     shown = "  ".join(f"{name} {value:.4g}" for name, value in chosen)
     again = f" (exit status {PREEMPTED}: try again)" if result["status"] == "preempted" else ""
-    print(f"\n{result['status']} after {counted(result['steps'], 'step')}{again}  {shown}")
+    skipped = int(result["metrics"].get("skipped_steps", 0))
+    left_out = f", {skipped:,} of them skipped" if skipped else ""
+    print(f"\n{result['status']} after {counted(result['steps'], 'step')}{left_out}{again}  {shown}")
     if warning := not_finite(job, result["metrics"]):
         print(warning)
     if line := noise_verdict(job, result):

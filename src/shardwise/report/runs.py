@@ -96,9 +96,8 @@ class Run:
         """What to type to run it again."""
         folder = Path(os.path.abspath(self.folder))
         here = Path.cwd()
-        return (
-            f"python train.py rerun={shlex.quote(str(folder.relative_to(here) if here in folder.parents else folder))}"
-        )
+        shown = folder.relative_to(here) if here in folder.parents else folder
+        return f"python train.py rerun={shlex.quote(str(shown))}"
 
     def final(self, metric: str) -> float | None:
         """The last value of a metric, by result.json or else by the curve; None if there is none."""

@@ -79,6 +79,8 @@ def about_ranks(record: Record, slow: Sequence[Slow]) -> str:
         most = slowest(ranks)
         if most is None:
             return ""
+        if record.status == "failed":
+            return ""  # why it failed is what matters
         far = f"{most.ratio:.2f} x" if math.isfinite(most.ratio) else "more than"
         why = f"by {because(most)}" if most.ratio >= EVEN else f"{ms(most.own)} a step against {ms(most.median)}"
         who = f"{named(record, most.rank)} takes longest over its own work"

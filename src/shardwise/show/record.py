@@ -102,7 +102,9 @@ class Record:
         """What to type to run it again."""
         folder, here = Path(os.path.abspath(self.folder)), Path.cwd()
         shown = folder.relative_to(here) if here in folder.parents else folder
-        return f"python train.py rerun={shlex.quote(str(shown))}"
+        own = self.config.get("plugins")  # which no folder is believed, so that they have to be typed
+        names = [name for name in own if isinstance(name, str) and name.isidentifier()] if isinstance(own, list) else []
+        return f"python train.py rerun={shlex.quote(str(shown))}" + (f" plugins=[{','.join(names)}]" if names else "")
 
 
 def read_record(folder: Path) -> Record:

@@ -51,11 +51,9 @@ class Readings:
     def _memory(self) -> dict[str, float]:
         resident = float(self._process.memory_info().rss)
         if self._device.type != "cuda":
-            # Linux counts kibibytes.
-            return {
-                "memory/resident": resident,
-                "memory/peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
-            }
+            # Linux counts kibibytes, and not to the last page.
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+            return {"memory/resident": resident, "memory/peak": max(peak, resident)}
         stats = torch.cuda.memory_stats(self._device)
         return {
             "memory/resident": resident,
@@ -82,12 +80,13 @@ class _Node:
 
     @staticmethod
     def _count() -> dict[str, float]:
-        disk, network = _quietly(psutil.disk_io_counters), _quietly(psutil.net_io_counters)
+        disk, cards = _quietly(psutil.disk_io_counters), _quietly(lambda: psutil.net_io_counters(pernic=True))
+        network = [card for name, card in (cards or {}).items() if not name.startswith("lo")]  # not between own ranks
         return {
             "node/disk_read": math.nan if disk is None else float(disk.read_bytes),
             "node/disk_write": math.nan if disk is None else float(disk.write_bytes),
-            "node/network_in": math.nan if network is None else float(network.bytes_recv),
-            "node/network_out": math.nan if network is None else float(network.bytes_sent),
+            "node/network_in": float(sum(card.bytes_recv for card in network)) if network else math.nan,
+            "node/network_out": float(sum(card.bytes_sent for card in network)) if network else math.nan,
         }
 
 

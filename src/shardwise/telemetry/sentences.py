@@ -32,7 +32,8 @@ def _time(time: Mapping[str, float], wall: float | None) -> str | None:
     if not named:
         return None
     parts = sorted(named, key=lambda phase: -named[phase])
-    split = ", ".join(f"{phase} {_percent(named[phase] / whole)}" for phase in parts)
+    shown = {"communication": "communication and waiting for other ranks"}
+    split = ", ".join(f"{shown.get(phase, phase)} {_percent(named[phase] / whole)}" for phase in parts)
     return f"time in training: {shown_seconds(whole)}: {split}"
 
 

@@ -220,8 +220,10 @@ def _verdict(
     at = f" at {users[-1][2]}, {Path(users[-1][0]).name}:{users[-1][1]}" if users else ""
     if first.waits:
         return f"{names} {'are' if several else 'is'} in {first.collective}{at}, and {others} in another collective"
+    for_whom = "them" if several else "it"
     return (
-        f"{names} {'hang' if several else 'hangs'} in {first.phase}{at}, and {others} for {'them' if several else 'it'}"
+        f"{names} {'hang' if several else 'hangs'} in {first.phase}{at}, and {others} for {for_whom} "
+        f"(where a step may take that long: launch.collective_timeout=...)"
     )
 
 
