@@ -22,7 +22,7 @@ from shardwise.parallel.named_values import CAPACITY, NamedGather
 from shardwise.step_clock import PHASES
 from shardwise.telemetry.flops import flops_per_sample, measured_flops, meta_copy, peak_flops
 from shardwise.telemetry.readings import Readings
-from shardwise.telemetry.statistics import TimeSplit, flat_statistics, own_values
+from shardwise.telemetry.statistics import OWN_PHASES, TimeSplit, flat_statistics, own_values
 from shardwise.telemetry.step_metrics import StepMetrics
 from shardwise.telemetry.table import RankTable
 from shardwise.tracking import JsonlLogger, RankJsonlLogger
@@ -190,6 +190,8 @@ def test_every_rank_gets_the_same_table_and_each_logger_its_part(pool: RankPool)
             split = sum(table.column(f"time/{phase}") for phase in PHASES)
             assert table.column("time/step") == pytest.approx(split, rel=1e-9)
             assert (table.column("time/forward") > 0).all()
+            waited = sum(table.column(f"time/{phase}") for phase in set(PHASES) - set(OWN_PHASES))
+            assert table.column("time/own") == pytest.approx(split - waited, rel=1e-9)
         else:
             assert np.isnan(table.column("time/step")).all(), "much is done for the first time in the first step"
             assert "time/step" not in line

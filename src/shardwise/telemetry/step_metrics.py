@@ -19,7 +19,7 @@ from shardwise.strategies.micro_batches import batch_samples, split_batch
 from shardwise.telemetry.flops import flops_per_sample, meta_copy, peak_flops
 from shardwise.telemetry.loop import watch
 from shardwise.telemetry.readings import Readings
-from shardwise.telemetry.statistics import TimeSplit, flat_statistics, own_values
+from shardwise.telemetry.statistics import OWN_PHASES, TimeSplit, flat_statistics, own_values
 from shardwise.telemetry.table import RankTable
 
 TIMES = ("time/step", *(f"time/{phase}" for phase in PHASES))
@@ -34,8 +34,8 @@ class StepMetrics(Callback):
     ``samples`` (seen since the start of the run), ``samples_per_second``, and where the module has
     ``count_tokens(batch)``, ``tokens`` and ``tokens_per_second``; where its operations can be counted,
     ``flops_per_second`` and ``mfu`` (``telemetry.flops``); where steps may be skipped, ``skipped_steps``. Of each rank:
-    where its time went, memory, sensors, load, its loss and gradients (RankTable). Rates and times are without the
-    first step of this process, in which much is done for the first time.
+    where its time went (``time/own``: without waiting for others), memory, sensors, load, its loss and gradients
+    (RankTable). Rates and times are without the first step of this process, in which much is done for the first time.
 
     On the first step, on every ``trainer.log_every_n_steps``-th, and on the last, in one collective, in which what the
     module logs itself goes along; there is none on other steps. Loggers get a line (``log_metrics``), and those that
@@ -213,6 +213,8 @@ class StepMetrics(Callback):
         columns: dict[str, np.ndarray] = {}
         seconds = np.stack([gathered.column(name) for name in SPENT], axis=1) / (steps or math.nan)
         columns |= dict(zip(TIMES, (seconds.sum(axis=1), *seconds.T), strict=True))
+        # Without waiting for others: by its largest, the rank that they wait for.
+        columns["time/own"] = np.sum([columns[f"time/{phase}"] for phase in OWN_PHASES], axis=0)
         kinds = ("memory/", "gpu/", "node/")
         columns |= {name: gathered.column(name) for name in gathered.names if name.startswith(kinds)}
         counts = gathered.column("step/count")
