@@ -11,12 +11,13 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from pool import RankPool
 from shardwise.errors import ConfigError, DivergedError
 from shardwise.strategies import MeshStrategy
 from shardwise.strategies.precision import mesh_precision
-from training import LAYOUTS, PLANS, Recorder, build_module, make_trainer, on_layout, shares
+from training import LAYOUTS, PLANS, Recorder, Regression, build_module, make_trainer, on_layout, shares
 
 STEPS = 5
 
@@ -223,6 +224,25 @@ def test_a_skipped_step_is_one_that_was_not_made(pool: RankPool, clip: float | N
         assert [line.partition(": first")[0].endswith("other") for line in found[0]["said"]] in ([False], [True])
         assert found[0]["said"][0].endswith("; the step is skipped (1 so far)")
         assert not any(one["said"] for one in found[1:]), "rank 0 speaks for all"
+
+
+class Counts(Regression):
+    """Counts its steps in a metric; the loss of the third is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps.update(1.0)
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.nan if self.trainer.global_step == 2 else loss
+
+
+def test_a_step_that_is_run_again_counts_once_in_metrics() -> None:
+    trainer, module = make_trainer("one", max_steps=4, strategy={"nonfinite": "skip"}, logger=False), Counts()
+    trainer.fit(module, shares("plain", 4))
+    assert (trainer.strategy.skipped_steps, float(module.steps.compute())) == (1, 4.0)
 
 
 def test_a_first_step_that_is_skipped_leaves_no_state_behind() -> None:

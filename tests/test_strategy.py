@@ -37,6 +37,21 @@ from training import (
     whole,
 )
 
+# ---- decisions -----------------------------------------------------------------------------------------------------
+
+
+def decided() -> tuple[bool, ...]:
+    trainer = make_trainer("tp2", max_steps=1)
+    trainer.fit(build_module("gpt"), shares("gpt", 1, tp=2))
+    ask, first = trainer.strategy.reduce_boolean_decision, dist.get_rank() == 0
+    return ask(True), ask(first), ask(first, all=False), ask(False, all=False)
+
+
+def test_a_decision_is_that_of_all_ranks_also_where_they_split_layers(pool: RankPool) -> None:
+    """Lightning's ModelCheckpoint asks whether all find a step better, and would never replace its first ones."""
+    assert pool.run(decided, world_size=2) == [(True, False, True, False)] * 2
+
+
 # ---- communication -------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import random
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric
 
 from pool import RankError, RankPool
+from shardwise.errors import ConfigError
 from shardwise.metrics_file import RANK_KINDS, read_lines
 from shardwise.parallel.named_values import CAPACITY, NamedGather
 from shardwise.step_clock import PHASES
@@ -239,8 +242,6 @@ def test_the_slowest_rank_is_named_with_what_it_spends_more_on() -> None:
 
 
 def test_a_reading_is_cheap_and_has_the_same_names_on_every_rank() -> None:
-    import time
-
     device = torch.device("cpu")
     reads, other = Readings(device, reads_node=True), Readings(device, reads_node=False)
     took = []
@@ -412,18 +413,28 @@ class Asks(pl.LightningModule):
         super().__init__()
         self.layer = nn.Linear(6, 3)
         self.seen: list[Any] = []
+        self.own = torch.Generator().manual_seed(1), np.random.default_rng(1)
+        self.torchs, self.numpys = self.own
         self.asks = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen.append(batch)
-        loss = self.layer(batch[0]).sum() + torch.rand(())
+        loss = self.layer(batch[0]).sum() + torch.rand(()) + random.random() + np.random.rand()
+        loss = loss + torch.rand((), generator=self.torchs) + self.numpys.random()
         self.log("x", loss)
         return loss if not self.asks or loss.item() > 0 else -loss
 
 
+def drawn(module: Asks) -> list[str]:
+    """The state of all that a step has drawn from."""
+    torchs = torch.get_rng_state(), module.torchs.get_state()
+    numpys = np.random.get_state()[1:3], module.numpys.bit_generator.state
+    return [str(state.tolist()) for state in torchs] + [repr(state) for state in (*numpys, random.getstate())]
+
+
 def test_counting_leaves_no_trace_and_may_fail() -> None:
     module, batch = Asks(), (torch.zeros(4, 6), torch.zeros(4, 3))
-    before = torch.get_rng_state()
+    before = drawn(module)
     twin = meta_copy(module)
     assert twin is not None
     assert flops_per_sample(twin, batch) == 3 * 2 * 18
@@ -432,7 +443,7 @@ def test_counting_leaves_no_trace_and_may_fail() -> None:
     assert twin is not None
     assert flops_per_sample(twin, batch) is None
     assert module.seen == []
-    assert torch.equal(torch.get_rng_state(), before)
+    assert drawn(module) == before, "a resumed run counts in another step than one that goes through"
     assert not module.layer.weight.is_meta
 
 
@@ -446,14 +457,18 @@ def test_peaks_go_by_the_words_of_a_device_s_name(monkeypatch: pytest.MonkeyPatc
         assert peak_flops(torch.device("cuda"), "bf16-mixed") == peak * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     assert peak_flops(torch.device("cuda"), "32-true") == 19.5e12
+    older = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # the older allow_tf32 must not be asked for any more
+        assert peak_flops(torch.device("cuda"), "32-true") == 156e12
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = older
     monkeypatch.setattr("shardwise.telemetry.flops.measured_flops", lambda device, dtype: dtype)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A4000")
     assert peak_flops(torch.device("cuda"), "16-mixed") == torch.float16
 
 
 def test_a_device_of_no_known_name_is_measured_in_no_time() -> None:
-    import time
-
     start = time.perf_counter()
     found = measured_flops(torch.device("cpu"), torch.float32)
     assert time.perf_counter() - start < 1.0
@@ -517,3 +532,36 @@ def test_a_run_of_two_ranks_leaves_what_each_measured_and_counts_on(train_py: An
     assert [line["tokens"] for _, line in again] == [step * 64 for step in steps]
     for rank in (0, 1):
         assert [step for step, *_ in read_lines(folder / "ranks" / f"rank_{rank}.jsonl")] == steps
+
+
+def test_what_a_logger_does_for_the_first_time_belongs_to_the_first_step() -> None:
+    class Begins(Kept):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            super().log_metrics(metrics, step)
+            time.sleep(0.4 if step == 1 else 0.0)
+
+    metrics, kept = StepMetrics(total_steps=3, global_size=GLOBAL_SIZE), Begins()
+    trainer = make_trainer("one", callbacks=[metrics], logger=kept, log_every_n_steps=1, max_steps=3)
+    trainer.fit(build_module("plain"), shares("plain", 3))
+    second = next(line for line in kept.lines if line["step"] == 2)
+    assert second["time/logging"] < 0.3
+    assert second["samples_per_second"] > GLOBAL_SIZE / 0.3
+    assert metrics.summary()["time"]["logging"] > 0.4
+    trainer.fit_loop.epoch_loop.max_steps += 2
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 0
+    trainer.fit(build_module("plain"), shares("plain", 3))
+    assert metrics.summary()["time"]["logging"] < 0.3, "a second training is one of its own"
+
+
+def test_another_strategy_is_refused_when_training_is_set_up() -> None:
+    metrics = StepMetrics(total_steps=2, global_size=GLOBAL_SIZE)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=2, callbacks=[metrics], **quiet)
+    with pytest.raises(ConfigError, match=r"Trainer\(strategy=SingleDeviceStrategy\): .*strategy=MeshStrategy\(\)"):
+        trainer.fit(build_module("plain"), shares("plain", 2))
+
+
+def test_tokens_that_a_checkpoint_held_are_in_one_that_is_saved_before_the_first_batch() -> None:
+    metrics = StepMetrics(total_steps=2, global_size=GLOBAL_SIZE)
+    metrics.load_state_dict({"tokens": 50})
+    assert metrics.state_dict() == {"tokens": 50}

@@ -142,28 +142,48 @@ def watched(what: str) -> Any:
     """Two ranks under a limit of two seconds, of which nothing ends for three and a half; whether it was told."""
     import torch.distributed as dist
 
+    from shardwise.parallel.timed_collectives import time_collectives
+    from shardwise.step_clock import StepClock
+
+    clock = StepClock()
     heard: list[str] = []
     dog = Watchdog(start_timeout=60, collective_timeout=2.5, ending=Ending(fail=lambda rank, text: heard.append(text)))
     ended: list[int] = []
     os._exit, leave = ended.append, os._exit  # type: ignore[assignment]
-    trainer: Any = type("Trainer", (), {"strategy": type("Strategy", (), {"hosts": ["a", "b"]})(), "global_step": 1})
+    strategy = type("Strategy", (), {"hosts": ["a", "b"], "clock": clock})()
+    trainer: Any = type("Trainer", (), {"strategy": strategy, "global_step": 1})
+    undo = time_collectives(clock)
+    clock.start()
     try:
         dog.setup(trainer, None, "fit")  # type: ignore[arg-type]
+        store = dog._store
         if what != "starting":
             dog.on_train_batch_end()
         end = time.monotonic() + 3.5
+        if what == "saving":  # one rank writes, the other waits for it
+            with clock.phase("checkpoint"):
+                time.sleep(3.5 * dist.get_rank())
+                dist.barrier()
         while time.monotonic() < end and not ended:
             time.sleep(0.05)
             if what == "validating":
                 dog.on_validation_batch_end()
         dist.barrier()
         dog.teardown(trainer, None, "fit")  # type: ignore[arg-type]
+        assert ended or store.check([f"left/{dist.get_rank()}"])
+        dog.setup(trainer, None, "fit")  # type: ignore[arg-type]
+        assert not dog._store.check(["left/0"]), "that was another training"
+        dist.barrier()
+        dog.teardown(trainer, None, "fit")  # type: ignore[arg-type]
         return heard, ended
     finally:
+        undo()
         os._exit = leave
 
 
-@pytest.mark.parametrize(("what", "told"), [("starting", False), ("validating", False), ("hanging", True)])
+@pytest.mark.parametrize(
+    ("what", "told"), [("starting", False), ("validating", False), ("saving", False), ("hanging", True)]
+)
 def test_the_alarm_is_raised_by_what_does_not_end_and_by_nothing_else(pool: RankPool, what: str, told: bool) -> None:
     results = pool.run(watched, what, world_size=2)
     assert sum(len(heard) for heard, _ in results) == (1 if told else 0), "one rank tells it"

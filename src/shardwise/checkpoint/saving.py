@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -188,28 +188,26 @@ class SaveCheckpoints(Callback):
             self._between_steps(trainer)
 
     def _between_steps(self, trainer: Trainer) -> None:
-        strategy: Any = trainer.strategy
-        with strategy.clock.phase("checkpoint"):
-            self._decide(trainer)
-
-    def _decide(self, trainer: Trainer) -> None:
-        """Between two steps: save, end, or go on."""
+        """Save, end, or go on."""
         assert self._writer is not None
         assert self._wish is not None
         self._writer.check()
-        step = trainer.global_step
+        step, strategy = trainer.global_step, cast(Any, trainer.strategy)
         if trainer.fit_loop.done or (trainer.should_stop and trainer.fit_loop._can_stop_early):
             return  # on_train_end
         reason = self._reason_to_stop(trainer)
+        # Waiting for others here is no saving, which the watchdog leaves alone.
         answer = self._wish.exchange(STOP if reason else SAVE if self._is_time(trainer) else GO_ON)
         if answer == STOP:
-            if self.saved_step != step:
-                self.save(trainer)
-            self._writer.wait()
+            with strategy.clock.phase("checkpoint"):
+                if self.saved_step != step:
+                    self.save(trainer)
+                self._writer.wait()
             raise Preempted(reason or self._reason_to_stop(trainer) or "another rank's request")
         due = self.every_n_steps is not None and step % self.every_n_steps == 0
         if (due or answer == SAVE) and self.saved_step != step:
-            self.save(trainer)
+            with strategy.clock.phase("checkpoint"):
+                self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._writer is not None

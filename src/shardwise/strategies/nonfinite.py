@@ -18,6 +18,7 @@ from pytorch_lightning import LightningModule
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from shardwise.errors import ConfigError, DivergedError
 from shardwise.parallel.grad_norm import local_gradients, total_norm
@@ -272,12 +273,14 @@ def _suspicious(strategy: Any) -> bool:
 
 @contextlib.contextmanager
 def _unseen(strategy: Any) -> Iterator[None]:
-    """A step that is run again leaves nothing: no buffers, no logged values, no gradients (a scaler's are put back)."""
+    """A step that is run again leaves nothing: no buffers, nothing in metrics, no logged values, no gradients (a
+    scaler's are put back)."""
     module = _module(strategy)
     own, leaves = strategy.own_gradients, strategy._leaves
     wanted = own is not None and own.wanted
     gradients = [parameter.grad for parameter in module.parameters()]
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    metrics = [(m, _states(m), m._update_count) for m in module.modules() if isinstance(m, Metric)]
     logs = vars(module).get("log")
     module.log = lambda *args, **options: None  # type: ignore[method-assign]
     if own is not None:
@@ -294,11 +297,21 @@ def _unseen(strategy: Any) -> Iterator[None]:
         for name, buffer in module.named_buffers():
             with torch.no_grad():
                 buffer.copy_(buffers[name])
+        for metric, states, updates in metrics:
+            metric._update_count, metric._computed = updates, None
+            for name, state in states.items():
+                setattr(metric, name, state)
         if own is not None:
             own.wanted = wanted
         del module.log
         if logs is not None:
             module.log = logs  # type: ignore[method-assign]
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    """A copy of what a metric has added up."""
+    held = {name: getattr(metric, name) for name in metric._defaults}
+    return {n: v.detach().clone() if isinstance(v, Tensor) else list(v) for n, v in held.items()}
 
 
 def _random(device: torch.device) -> dict[str, Tensor]:

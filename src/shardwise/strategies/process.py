@@ -188,6 +188,14 @@ class MeshProcess(ParallelStrategy):
             return tensor
         return _sync_ddp_if_available(tensor, group or self.dp_group, reduce_op=reduce_op)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, have decided so; Lightning would ask data-parallel ranks, and count with all."""
+        if self.mesh is None:
+            return bool(decision)
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
+
     def barrier(self, name: str | None = None) -> None:
         if dist.is_available() and dist.is_initialized():
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)

@@ -7,11 +7,13 @@ a backward pass needs two products for each one of the forward pass, so that a s
 
 import copy
 import logging
+import random
 import re
 import time
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwise.checkpoint.rank_state import random_state, set_random_state
 from shardwise.strategies.micro_batches import batch_samples
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 """A word of a device's name -> 10^12 operations a second by format, dense, at the full clock: NVIDIA's data sheets of
 these products (whose larger figures for half and TF32 are for sparse matrices)."""
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""What a module may draw from besides the generators that all share."""
 MATMUL_SECONDS = 0.03
 """How long a device of another name is measured at most, but for one product."""
 
@@ -60,6 +65,8 @@ def meta_copy(module: LightningModule) -> LightningModule | None:
         for name, value in own.items():
             if isinstance(value, list | dict | set):
                 own[name] = copy.copy(value)  # whatever is added in a step is added to the copy
+            elif isinstance(value, GENERATORS):
+                own[name] = copy.deepcopy(value)
         for kind in ("_parameters", "_buffers"):
             own[kind].update({name: memo[id(value)] for name, value in own[kind].items() if value is not None})
         own["_modules"].update({name: copy.deepcopy(child, memo) for name, child in module._modules.items()})
@@ -93,13 +100,16 @@ def flops_per_sample(twin: LightningModule, batch: Any) -> float | None:
         log.debug("operations are not counted: %s: %s", type(error).__name__, error)
         return None
     for call in calls:
+        drawn = random_state()  # a run that goes on from a checkpoint counts in its first step, where another does not
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 call()
         except Exception as error:  # what depends on values cannot be done without them
             log.debug("operations are not counted: %s: %s", type(error).__name__, error)
         else:
             return FORWARD_PASSES * counter.get_total_flops() / samples or None
+        finally:
+            set_random_state(drawn)
     return None
 
 
@@ -107,7 +117,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     """Operations a second that ``device`` could do in the format of ``precision`` (one of Lightning's names)."""
     width = "16" if "16" in precision else "64" if "64" in precision else "32"
     if device.type == "cuda":
-        if width == "32" and torch.backends.cuda.matmul.allow_tf32:
+        if width == "32" and _uses_tf32():
             width = "tf32"
         device_name = torch.cuda.get_device_name(device)
         for part, peaks in PEAKS:
@@ -134,6 +144,13 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
         # One of twice the size takes eight times as long.
         if time.perf_counter() + 8 * took < end and size < 8192:
             size *= 2
+
+
+def _uses_tf32() -> bool:
+    matmul: Any = torch.backends.cuda.matmul
+    # Once a user has set the newer one, torch raises an error where it is asked for the older one.
+    newer = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32 if newer is None else newer == "tf32")
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from shardwise.data.sharded import ShardedDataModule
+from shardwise.errors import ConfigError
 from shardwise.parallel.grad_norm import local_gradients, own_squares
 from shardwise.parallel.named_values import Gathered, NamedGather
 from shardwise.step_clock import PHASES
@@ -73,6 +74,8 @@ class StepMetrics(Callback):
     # ---- beginning ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _mesh_strategy(trainer)
         if stage == "fit" and self._flops is None:
             self._twin = meta_copy(pl_module)
 
@@ -86,7 +89,7 @@ class StepMetrics(Callback):
         self._hosts = tuple(strategy.hosts)
         self._gather = NamedGather(dist.group.WORLD if self._ranks > 1 else None, strategy.root_device)
         self._readings = Readings(strategy.root_device, reads_node=strategy.local_rank == 0)
-        self._split = TimeSplit(ranks=self._ranks)
+        self._split, self._own_time = TimeSplit(ranks=self._ranks), dict.fromkeys(PHASES, 0.0)
         if self._twin is not None:
             self._peak = peak_flops(strategy.root_device, strategy.precision_plugin.precision)
         self._clock = watch(trainer)
@@ -115,11 +118,11 @@ class StepMetrics(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
+        step, first = trainer.global_step, self._since[0] == self._first[0]
         self._count_tokens(pl_module, batch)
         if self._logs(trainer, step):
             self._log(trainer, step)
-        if self._since[0] == self._first[0]:
+        if first:  # with what loggers do for the first time
             self._keep_own_time()
             self._since = (step, time.perf_counter())
 
@@ -137,7 +140,8 @@ class StepMetrics(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         # What other ranks have seen since the last logging step is not known here: as much as this one.
-        tokens = {} if self._tokens is None else {"tokens": self._tokens + self._tokens_since * self._dp_size}
+        seen = self._held_tokens if self._tokens is None else self._tokens + self._tokens_since * self._dp_size
+        tokens = {} if seen is None else {"tokens": seen}
         skipped = self._skipped + (0 if self._strategy is None else self._strategy.skipped_steps)
         return tokens | ({"skipped_steps": skipped} if skipped else {})
 
@@ -285,5 +289,9 @@ class StepMetrics(Callback):
 
 def _mesh_strategy(trainer: Trainer) -> MeshStrategy:
     strategy = trainer.strategy
-    assert isinstance(strategy, MeshStrategy)
+    if not isinstance(strategy, MeshStrategy):
+        raise ConfigError(
+            f"Trainer(strategy={type(strategy).__name__}): StepMetrics measures the steps of MeshStrategy only: "
+            f"Trainer(strategy=MeshStrategy())"
+        )
     return strategy

@@ -73,6 +73,7 @@ class Watchdog(Callback):
         self._beat_at = 0.0
         self._started = False
         self._stage = ""
+        self._calls = 0
         self._stop: threading.Event | None = None
         self._store: Any = None
         self._trainer: Any = None
@@ -88,7 +89,8 @@ class Watchdog(Callback):
         store = distributed_c10d._get_default_store().clone()
         store.set_timeout(timedelta(seconds=MOST_ANSWER_SECONDS))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"watchdog/{attempt}/{stage}", store)
+        self._calls += 1  # what ranks left in the store in an earlier call of the trainer is none of this one's
+        self._store = dist.PrefixStore(f"watchdog/{attempt}/{self._calls}/{stage}", store)
         self._stop, self._beat_at = threading.Event(), time.monotonic()
         threading.Thread(target=self._watch, args=(self._stop,), name="watchdog", daemon=True).start()
 
@@ -135,7 +137,7 @@ class Watchdog(Callback):
                 late = time.monotonic() - before - poll
                 if late > max(LEAST_LATE, poll):
                     self._beat_at += late
-                elif self._phase() == "checkpoint":
+                elif self._saves():
                     self._beat()
                 elif time.monotonic() - self._beat_at > SHARE * self.limit[1]:
                     break
@@ -152,6 +154,13 @@ class Watchdog(Callback):
 
     def _phase(self) -> str:
         return str(getattr(getattr(self._trainer.strategy, "clock", None), "current", "other"))
+
+    def _saves(self) -> bool:
+        """Whether this rank writes a checkpoint, or waits in the midst of it for others that do."""
+        clock: Any = getattr(self._trainer.strategy, "clock", None)
+        if getattr(clock, "collective", None) is not None:
+            return bool(clock.last_collective.phase == "checkpoint")
+        return self._phase() == "checkpoint"
 
     def _place(self) -> Place:
         clock = getattr(self._trainer.strategy, "clock", None)
