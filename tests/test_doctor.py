@@ -196,7 +196,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.doctor.disk.shutil.disk_usage", lambda path: usage)
     root = str(tmp_path / "not" / "yet")
     row = row_of(disk(root, measure=True), "disk")
-    assert "1 MiB free of 1024.0 GiB" in row.text
+    assert "1 MiB free of 1.0 TiB" in row.text
     assert "output_root=" in row.fix
     usage.free = 2**40
 

@@ -13,7 +13,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 LAYERS = (
-    {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup", "search_space"} | {"metrics_file"},
+    {"errors", "seeds", "config", "groups", "help", "explain", "hydra_setup", "search_space"}
+    | {"metrics_file", "quantities"},
     {"parallel", "lr_scaling", "schedules", "resolve", "steps", "step_clock"},
     {"models", "data", "optim", "slots"},
     {"checkpoint", "weights", "strategies", "module", "tracking", "provenance", "progress"}

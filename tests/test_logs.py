@@ -376,7 +376,7 @@ def test_the_end_says_what_the_time_went_to_and_who_was_slow() -> None:
         "peak memory: 3.0 GiB (rank 2)",
     ]
     one = {"time": {"forward": 2.0}, "wall": 4.0, "slowest_rank": None, "peak_memory": {"bytes": 2**29, "rank": 0}}
-    assert sentences(one) == ["time in training: 4 s: forward 50 %", "peak memory: 512 MiB"]
+    assert sentences(one) == ["time in training: 4.0 s: forward 50 %", "peak memory: 512 MiB"]
     even = {"slowest_rank": {"rank": 1, "host": "a", "ratio": 1.01, "kind": "data", "phase": "data"}}
     assert sentences(even) == ["slowest rank: none stands out (rank 1 on a: 1.01 x the median of the others)"]
     assert sentences(None) == sentences({}) == []

@@ -234,7 +234,7 @@ def test_what_a_gpu_did_is_read_from_its_streams(tmp_path: Path) -> None:
         ("GPU 0 stream 20", "GPU"),
     ]
     said = " ".join(sentences(trace, step))
-    assert "It waited 2 ms (20%) for other ranks, most of all for allreduce of gradients (2 ms)." in said
+    assert "It waited 2.0 ms (20%) for other ranks, most of all for allreduce of gradients (2.0 ms)." in said
     assert "The GPU computed or copied for 35% of it." in said
     page = render(trace, "<t>.json.gz", rank=3, world=8)
     assert "Rank 3 of 8: where step 11 spent" in page

@@ -25,6 +25,7 @@ from shardwise.config import Config, from_plain
 from shardwise.errors import ConfigError
 from shardwise.hydra_setup import compose
 from shardwise.job import Job
+from shardwise.quantities import shown_seconds
 from shardwise.resolve import World
 from shardwise.sweep.grid import Grid
 from shardwise.sweep.planning import check_name, check_swept, modules_of
@@ -32,7 +33,7 @@ from shardwise.sweep.pool import _Pool
 from shardwise.sweep.process import in_a_line
 from shardwise.sweep.slots import Shares, automatic_slots, count_slots
 from shardwise.sweep.source import Outcome, Planned
-from shardwise.sweep.table import Display, duration, show_end
+from shardwise.sweep.table import Display, show_end
 from sweeps import EVERY_STEP, TINY, Field, losses, wait_until
 from warm import Warm
 
@@ -449,7 +450,7 @@ def test_equal_jobs_are_run_once(capsys):
 
 
 def test_durations() -> None:
-    assert [duration(seconds) for seconds in (4.12, 42.4, 99.5, 3599, 3660)] == [
+    assert [shown_seconds(seconds) for seconds in (4.12, 42.4, 99.5, 3599, 3660)] == [
         *("4.1 s", "42 s", "1 min 39 s", "59 min 59 s", "1 h 1 min"),
     ]
 

@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.hydra_setup import read_yaml
 from shardwise.job import HOLDER, LOCK, Job
 from shardwise.launch import RanksFailedError, how_it_ended, launch
+from shardwise.quantities import shown_bytes
 from shardwise.rerun import takes_the_same_memory
 from shardwise.resolve import Resolved
 from shardwise.signals import GRACE_SECONDS, Stop, owned_signals
@@ -237,8 +238,3 @@ def _leave_nothing(job: Job) -> None:
     with contextlib.suppress(OSError):
         if set(os.listdir(folder)) <= {"ranks", LOCK, HOLDER} and not os.listdir(folder / "ranks"):
             shutil.rmtree(folder)
-
-
-def shown_bytes(number: int) -> str:
-    """``2.1 GiB``, or ``640 MiB`` where it is less than one."""
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"

@@ -11,7 +11,7 @@ from statistics import median
 from shardwise.doctor.findings import Findings
 from shardwise.errors import ConfigError
 from shardwise.job import check_writable
-from shardwise.telemetry.sentences import shown_bytes
+from shardwise.quantities import shown_bytes
 
 LEAST_FREE, GOOD_FREE = 2**30, 10 * 2**30
 WRITTEN = 64 * 2**20

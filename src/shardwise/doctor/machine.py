@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.batch_finder import available_memory
 from shardwise.doctor.findings import Findings
-from shardwise.telemetry.sentences import shown_bytes
+from shardwise.quantities import shown_bytes
 
 LEAST_MEMORY = 2 * 2**30
 LEAST_SHM, GOOD_SHM = 256 * 2**20, 2**30

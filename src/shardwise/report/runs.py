@@ -3,7 +3,7 @@
 import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -34,6 +34,15 @@ class Curve(NamedTuple):
     """Wall-clock time since the first line of the run; a pause before a resumption counts."""
     values: np.ndarray
     """Not a number where the run logged one that is not finite."""
+
+
+def rerun_command(run_folder: Path, config: Mapping[str, Any]) -> str:
+    """What to type to repeat a run; packages of the user's are not taken from a folder, so they stand in it."""
+    folder, here = Path(os.path.abspath(run_folder)), Path.cwd()
+    shown = folder.relative_to(here) if here in folder.parents else folder
+    own = config.get("plugins")
+    names = [name for name in own if isinstance(name, str) and name.isidentifier()] if isinstance(own, list) else []
+    return f"python train.py rerun={shlex.quote(str(shown))}" + (f" plugins=[{','.join(names)}]" if names else "")
 
 
 @dataclass
@@ -94,10 +103,7 @@ class Run:
     @property
     def command(self) -> str:
         """What to type to run it again."""
-        folder = Path(os.path.abspath(self.folder))
-        here = Path.cwd()
-        shown = folder.relative_to(here) if here in folder.parents else folder
-        return f"python train.py rerun={shlex.quote(str(shown))}"
+        return rerun_command(self.folder, self.config)
 
     def final(self, metric: str) -> float | None:
         """The last value of a metric, by result.json or else by the curve; None if there is none."""

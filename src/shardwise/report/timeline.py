@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from shardwise.quantities import shown_ms
 from shardwise.report.figure import DARK, DPI, LIGHT, Theme, drawing, plain, png
 from shardwise.report.web import inline, render_page
 from shardwise.step_clock import PHASES
@@ -66,7 +67,7 @@ def sentences(trace: Trace, step: Span) -> list[str]:
     """What the picture says, in words."""
     said = [
         f"{_number(len(trace.steps), 'step')} profiled; the picture is of {step.name}, "
-        f"{'the one' if len(trace.steps) == 1 else 'the one of median length'}: {_ms(step.length)}."
+        f"{'the one' if len(trace.steps) == 1 else 'the one of median length'}: {_shown(step.length)}."
     ]
     spent = time_in(trace.phases, step)
     largest = [f"{name} {_share(time, step)}" for name, time in list(spent.items())[:3]]
@@ -74,8 +75,8 @@ def sentences(trace: Trace, step: Span) -> list[str]:
         said.append(f"Most of it went to {', '.join(largest)}.")
     if WAITING in spent:
         most = next(iter(time_in(trace.waits, step).items()), None)
-        where = f", most of all for {most[0]} ({_ms(most[1])})" if most else ""
-        said.append(f"It waited {_ms(spent[WAITING])} ({_share(spent[WAITING], step)}) for other ranks{where}.")
+        where = f", most of all for {most[0]} ({_shown(most[1])})" if most else ""
+        said.append(f"It waited {_shown(spent[WAITING])} ({_share(spent[WAITING], step)}) for other ranks{where}.")
     elif not trace.collectives:
         said.append("No collective: this rank waited for no other.")
     if trace.streams:
@@ -103,7 +104,9 @@ def lanes(trace: Trace, step: Span) -> list[Lane]:
         inside = [one for span in spans if (one := span.within(step))]
         spent = time_in(inside, step)
         names = [name for name in order if name in spent] if order else list(spent)
-        return [(f"{name}  {_ms(spent[name])}", [one for one in inside if one.name == name], group) for name in names]
+        return [
+            (f"{name}  {_shown(spent[name])}", [one for one in inside if one.name == name], group) for name in names
+        ]
 
     found = rows(trace.phases, "phases", order=[name for name in PHASES if name != "other"])
     found += rows(trace.waits, "waiting for")
@@ -159,10 +162,8 @@ def _total(totals: Sequence[Total]) -> float:
     return sum(one.milliseconds for one in totals) or 1.0
 
 
-def _ms(milliseconds: float) -> str:
-    if milliseconds >= 1000:
-        return f"{milliseconds / 1000:.3g} s"
-    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"
+def _shown(milliseconds: float) -> str:
+    return shown_ms(milliseconds / 1000)
 
 
 def _share(milliseconds: float, step: Span) -> str:

@@ -9,13 +9,10 @@ import numpy as np
 
 from shardwise.show.ranks import WARM, Ranks
 from shardwise.step_clock import PHASES
-from shardwise.telemetry.statistics import OWN_PHASES
+from shardwise.telemetry.statistics import KINDS, LEAST_SECONDS, LEAST_SHARE, OWN_PHASES
 
-COMPUTE = ("forward", "backward", "optimizer")
 FEW = 8
 """Ranks above which the median of all stands for that of the others."""
-LEAST, LEAST_SECONDS = 0.05, 5e-4
-"""Of a step, and seconds: what a slow rank takes more than the median has to cost at least both."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Slow:
     @property
     def what(self) -> str:
         """``data``, ``compute`` or ``other``."""
-        return "compute" if self.phase in COMPUTE else self.phase
+        return "compute" if self.phase in KINDS["compute"] else self.phase
 
 
 def own_time(ranks: Ranks) -> np.ndarray:
@@ -65,7 +62,7 @@ def slow_ranks(ranks: Ranks, *, factor: float, steps: int = 10) -> list[Slow]:
     """
     own = own_time(ranks)
     whole = ranks.means(own)
-    least = max(LEAST * _middle(ranks.means(_step_time(ranks))), LEAST_SECONDS)
+    least = max(LEAST_SHARE * _middle(ranks.means(_step_time(ranks))), LEAST_SECONDS)
     expected = usual(whole)
     ratio = np.divide(whole, expected, out=np.where(whole > 0, np.inf, np.nan), where=expected > 0)
     excess = whole - expected
@@ -97,10 +94,9 @@ def slow_of(ranks: Ranks, row: int, *, columns: slice | None = None) -> Slow:
         phase: float(np.nan_to_num((means.get(phase, nothing) - usual(means.get(phase, nothing)))[row]))
         for phase in OWN_PHASES
     }
-    kinds = {"data": ("data",), "compute": COMPUTE, "other": ("other",)}
-    kind = max(kinds, key=lambda one: sum(excess[phase] for phase in kinds[one]))
-    phase = max(kinds[kind], key=excess.__getitem__)
-    parts = np.stack([means.get(one, nothing) for one in kinds[kind]])
+    kind = max(KINDS, key=lambda one: sum(excess[phase] for phase in KINDS[one]))
+    phase = max(KINDS[kind], key=excess.__getitem__)
+    parts = np.stack([means.get(one, nothing) for one in KINDS[kind]])
     time = np.where(np.isfinite(parts).any(0), np.nansum(parts, axis=0), np.nan)
     median = float(usual(own)[row])
     ratio = float(own[row]) / median if median > 0 else math.inf if own[row] > 0 else math.nan

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.manifest import printable
+from shardwise.quantities import shown_bytes, shown_ms, shown_seconds
 from shardwise.report.runs import number
 from shardwise.show.findings import Slow, mean_times, shares, slow_ranks, slowest
 from shardwise.show.record import Record
@@ -37,7 +38,7 @@ def ended(record: Record) -> str:
     """``completed after 200 steps in 35 s: test/accuracy 0.953``."""
     word = {"unfinished": "unfinished (killed, or it runs on another machine)"}.get(record.status, record.status)
     seconds = number(record.result.get("seconds"))
-    took = f" in {duration(seconds)}" if seconds is not None and 0 <= seconds < 1e12 else ""
+    took = f" in {shown_seconds(seconds)}" if seconds is not None and 0 <= seconds < 1e12 else ""
     steps = f"{record.steps:,} step{'' if record.steps == 1 else 's'}"
     return f"{word.capitalize()}{' at' if record.status in ('running', 'unfinished') else ' after'} {steps}{took}"
 
@@ -82,7 +83,11 @@ def about_ranks(record: Record, slow: Sequence[Slow]) -> str:
         if record.status == "failed":
             return ""  # why it failed is what matters
         far = f"{most.ratio:.2f} x" if math.isfinite(most.ratio) else "more than"
-        why = f"by {because(most)}" if most.ratio >= EVEN else f"{ms(most.own)} a step against {ms(most.median)}"
+        why = (
+            f"by {because(most)}"
+            if most.ratio >= EVEN
+            else f"{shown_ms(most.own)} a step against {shown_ms(most.median)}"
+        )
         who = f"{named(record, most.rank)} takes longest over its own work"
         return f"No rank stands out: {who}, {far} the median of the others, {why}."
     first = slow[0]
@@ -127,14 +132,14 @@ def about_step(record: Record) -> list[str]:
     largest = sorted(parts.items(), key=lambda pair: -pair[1])
     told = ", ".join(f"{phase} {share(part)}" for phase, part in largest if part >= 0.005)
     over = ", as a mean over all ranks" if len(ranks.numbers) > 1 else ""
-    lines = [f"A step takes {ms(whole)}{over}: {told}."]
+    lines = [f"A step takes {shown_ms(whole)}{over}: {told}."]
     if len(ranks.numbers) > 1 and parts.get("communication", 0) >= WAITING:
         waits = mean_times(ranks)["communication"]
         least = int(np.nanargmin(waits))
         lines.append(
             f"Communication, which is also waiting for slower ranks, takes {share(parts['communication'])} of it: "
-            f"least on {named(record, ranks.numbers[least])}, {ms(float(waits[least]))}, at most "
-            f"{ms(float(np.nanmax(waits)))}."
+            f"least on {named(record, ranks.numbers[least])}, {shown_ms(float(waits[least]))}, at most "
+            f"{shown_ms(float(np.nanmax(waits)))}."
         )
     return lines
 
@@ -146,10 +151,10 @@ def about_memory(record: Record) -> str:
         return ""
     row = int(np.nanargmax(found))
     if len(ranks.numbers) == 1:
-        return f"Peak memory {size(float(found[row]))}."
+        return f"Peak memory {shown_bytes(float(found[row]))}."
     middle = float(np.nanmedian(found))
-    most = f"{size(float(found[row]))}, on {named(record, ranks.numbers[row])}"
-    return f"Peak memory {most}; the median rank's is {size(middle)}."
+    most = f"{shown_bytes(float(found[row]))}, on {named(record, ranks.numbers[row])}"
+    return f"Peak memory {most}; the median rank's is {shown_bytes(middle)}."
 
 
 def named(record: Record, rank: int) -> str:
@@ -161,42 +166,15 @@ def named(record: Record, rank: int) -> str:
 def because(slow: Slow) -> str:
     """``data: 31 ms a step against 1 ms``."""
     phase = slow.phase if slow.what == slow.phase else f"{slow.what} (mostly {slow.phase})"
-    return f"{phase}: {ms(slow.time)} a step against {ms(slow.usual)}"
+    return f"{phase}: {shown_ms(slow.time)} a step against {shown_ms(slow.usual)}"
 
 
 def times(ratio: float) -> str:
     return f"{ratio:.1f} x" if ratio < 1000 else "far more than"
 
 
-def ms(seconds: float) -> str:
-    """A time of a step: ``1.24 s``, ``31 ms``, ``1.2 ms``, ``0.03 ms``."""
-    if not math.isfinite(seconds):
-        return "an unknown time"
-    if seconds >= 1:
-        return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-    value = seconds * 1e3
-    return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms" if value >= 1 else f"{value:.2g} ms"
-
-
-def duration(seconds: float) -> str:
-    """``35 s``, ``12 min``, ``3 h 05 min``."""
-    if seconds < 120:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60:02d} min"
-
-
 def share(part: float) -> str:
     return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.1f} %"
-
-
-def size(count: float) -> str:
-    """Bytes: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if count >= 100 or unit == "B" else f"{count:.3g} {unit}"
 
 
 def _by_result(record: Record) -> str:

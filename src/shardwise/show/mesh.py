@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import matplotlib
 import numpy as np
 
+from shardwise.quantities import shown_ms
 from shardwise.report.runs import number
 from shardwise.show.findings import Slow, own_time
-from shardwise.show.headline import ms, named
+from shardwise.show.headline import named
 from shardwise.show.heat import SCALE, scale_top
 from shardwise.show.record import Record
 
@@ -80,7 +81,7 @@ def make_mesh(record: Record, slow: list[Slow]) -> Mesh | None:
         blocks=blocks,
         small=size > HOSTS,
         scale=", ".join(_colour(at / (STOPS - 1))[0] for at in range(STOPS)) if top else "",
-        top=ms(top) if top else "",
+        top=shown_ms(top) if top else "",
     )
 
 
@@ -96,7 +97,7 @@ def _boxes(record: Record, slow: list[Slow], size: int) -> list[Box]:
         where = ", ".join(
             f"{key} {int(value)}" for key in ("node", "dp", "tp") if (value := number(place.get(key))) is not None
         )
-        text = ms(time) if math.isfinite(time) else ""
+        text = shown_ms(time) if math.isfinite(time) else ""
         tip = f"{named(record, rank)}{f': {where}' if where else ''}{f'; own time {text} a step' if text else ''}"
         boxes.append(Box(rank, record.host(rank), text, tip, background, colour, rank in named_slow))
     return boxes

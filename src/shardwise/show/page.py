@@ -13,6 +13,7 @@ import numpy as np
 
 from shardwise.checkpoint.manifest import printable
 from shardwise.errors import ConfigError
+from shardwise.quantities import shown_bytes
 from shardwise.report.figure import in_both_themes
 from shardwise.report.runs import number
 from shardwise.report.web import inline, render_page
@@ -25,7 +26,6 @@ from shardwise.show.headline import (
     ended,
     finals,
     found_slow,
-    size,
     slow_link,
 )
 from shardwise.show.mesh import make_mesh
@@ -110,7 +110,8 @@ def render(record: Record, *, linked: bool = False) -> str:
         diff=_diff(record),
         repeat=printable(record.repeat),
         files=[
-            (printable(name), _link(name) if linked else "", size(held) if held else "") for name, held in record.files
+            (printable(name), _link(name) if linked else "", shown_bytes(held) if held else "")
+            for name, held in record.files
         ],
         more_files=record.more_files,
         notes=record.notes,

@@ -20,7 +20,7 @@ from shardwise.metrics_file import FINDINGS, RANK_KINDS
 from shardwise.report.ending import reason_of
 from shardwise.report.find import JOBS, find_runs
 from shardwise.report.reading import first_line, plain_json, plain_yaml, read_curves
-from shardwise.report.runs import STATUSES, Curve, number
+from shardwise.report.runs import STATUSES, Curve, number, rerun_command
 from shardwise.show.ranks import Ranks, read_ranks
 
 FILES = ("config.yaml", "result.json", "provenance.json", "metrics.jsonl", "overrides.yaml")
@@ -100,11 +100,7 @@ class Record:
     @property
     def repeat(self) -> str:
         """What to type to run it again."""
-        folder, here = Path(os.path.abspath(self.folder)), Path.cwd()
-        shown = folder.relative_to(here) if here in folder.parents else folder
-        own = self.config.get("plugins")  # which no folder is believed, so that they have to be typed
-        names = [name for name in own if isinstance(name, str) and name.isidentifier()] if isinstance(own, list) else []
-        return f"python train.py rerun={shlex.quote(str(shown))}" + (f" plugins=[{','.join(names)}]" if names else "")
+        return rerun_command(self.folder, self.config)
 
 
 def read_record(folder: Path) -> Record:

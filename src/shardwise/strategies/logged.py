@@ -114,8 +114,8 @@ def _of_each(dp_ranks: np.ndarray, held: np.ndarray) -> np.ndarray:
 def _over_ranks(values: np.ndarray, weights: np.ndarray, reduction: str) -> float:
     """One number out of several (1-dim each)."""
     if reduction == "mean":
-        whole = weights.sum()
-        return float((values * (weights / whole)).sum() if whole else values.mean())
+        counting = weights > 0  # what a rank has logged of nothing need not be a number
+        return float(np.average(values[counting], weights=weights[counting]) if counting.any() else values.mean())
     return float(_NUMPY[reduction](values))
 
 

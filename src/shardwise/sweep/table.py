@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.job import Job
+from shardwise.quantities import shown_seconds
 from shardwise.sweep.fitting import cut_last, fitted, width_of
 from shardwise.sweep.source import Outcome, Planned, counted
 
@@ -102,7 +103,7 @@ class Display:
             outcome: of the attempt.
             again: which of how many attempts comes now; empty where there is none.
         """
-        took, more = duration(outcome.seconds), f" ({again})" if again else f" ({self.state()})"
+        took, more = shown_seconds(outcome.seconds), f" ({again})" if again else f" ({self.state()})"
         text = f"{self.name(outcome.planned)} failed in {took}{more}: {outcome.message}"
         if self._live is not None:
             self.say(text)
@@ -121,9 +122,13 @@ class Display:
         elif outcome.status == "failed":
             self.failed(outcome)
         elif outcome.status == "diverged":
-            self.say(f"{name} {standing(outcome)} in {duration(outcome.seconds)}: {outcome.message} ({self.state()})")
+            self.say(
+                f"{name} {standing(outcome)} in {shown_seconds(outcome.seconds)}: {outcome.message} ({self.state()})"
+            )
         else:
-            self.say(f"{name} {outcome.status} in {duration(outcome.seconds)}{_after_colon(said)} ({self.state()})")
+            self.say(
+                f"{name} {outcome.status} in {shown_seconds(outcome.seconds)}{_after_colon(said)} ({self.state()})"
+            )
         self.refresh()
 
     def state(self) -> str:
@@ -136,7 +141,7 @@ class Display:
         ran = [outcome for outcome in self._ended if not outcome.before and outcome.status != "skipped"]
         if ran and self._total is not None and over < self._total and not self.ending:
             left = (time.monotonic() - self._began) / len(ran) * (self._total - over)
-            parts.append(f"about {duration(left)} left")
+            parts.append(f"about {shown_seconds(left)} left")
         return ", ".join(parts)
 
     def refresh(self) -> None:
@@ -150,10 +155,10 @@ class Display:
         shown: list[tuple[int, tuple[str, ...]]] = []
         for outcome in self._ended[-room:] if room else []:
             steps, values = (outcome.result or {}).get("steps"), chosen(outcome.metrics)
-            cells = (standing(outcome), f"{steps:,}" if steps else "", duration(outcome.seconds), _joined(values))
+            cells = (standing(outcome), f"{steps:,}" if steps else "", shown_seconds(outcome.seconds), _joined(values))
             shown.append((outcome.planned.number, (outcome.planned.label, *cells)))
         for one in self._running.values():
-            cells = ("running", one.progress, duration(time.monotonic() - one.began), _joined(_newest(one.values)))
+            cells = ("running", one.progress, shown_seconds(time.monotonic() - one.began), _joined(_newest(one.values)))
             shown.append((one.planned.number, (one.planned.label, *cells)))
         headings = ["job", "what varies", "status", "step", "time", "newest metrics"]
         rows = [[str(number), *row] for number, row in sorted(shown)]
@@ -273,13 +278,3 @@ def _table_of(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*map(Text, row))
     return table
-
-
-def duration(seconds: float) -> str:
-    """``4.1 s``, ``3 min 20 s``, ``2 h 5 min``."""
-    if seconds < 99.5:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    return f"{minutes // 60} h {minutes % 60} min"

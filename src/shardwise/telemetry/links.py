@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardwise.quantities import shown_ms
+
 LEAST_SECONDS = 0.001
 """By which a rank's messages have to be slower than the others' before it is named; less is the system's noise."""
 LEAST_FACTOR = 2.0
@@ -45,16 +47,12 @@ def links_line(seconds: np.ndarray, *, hosts: Sequence[str], share: float, facto
         more = f"; so do those of rank {', '.join(map(str, others))}" if others else ""
         host = f" ({hosts[rank]})" if rank < len(hosts) else ""
         return (
-            f"rank {rank}{host} is slow in communication: its messages of 256 KiB take {_ms(mine)}, the median rank's "
-            f"{_ms(typical)}{more}; {taking}"
+            f"rank {rank}{host} is slow in communication: its messages of 256 KiB take {shown_ms(mine)}, the median "
+            f"rank's {shown_ms(typical)}{more}; {taking}"
         )
     tries = "larger batches a rank (batch.micro_size, batch.accumulate) or fewer ranks make it less"
     known = seconds[~np.isnan(seconds)]
-    message = f"a message of 256 KiB takes {_ms(float(np.median(known)))}" if len(known) else ""
+    message = f"a message of 256 KiB takes {shown_ms(float(np.median(known)))}" if len(known) else ""
     if len(seconds) == 2:
         return f"{taking}: of two ranks, which share their link ({message}), none stands out: {tries}"
     return f"{taking} on every rank, and no rank's links stand out ({message}): {tries}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds >= 0.0095 else f"{1000 * seconds:.2g} ms"

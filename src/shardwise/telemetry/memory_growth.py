@@ -4,6 +4,7 @@ from collections import deque
 
 import numpy as np
 
+from shardwise.quantities import shown_bytes
 from shardwise.telemetry.table import RankTable
 
 SETTLING = 3
@@ -60,7 +61,7 @@ class MemoryGrowth:
         for rank in map(int, np.flatnonzero(grows)):
             if (len(growth) == 1 or growth[rank] >= self.factor * typical) and self._is_news(rank, float(growth[rank])):
                 who = f"rank {rank}" + (f" ({table.hosts[rank]})" if rank < len(table.hosts) else "")
-                median = "" if len(growth) == 1 else f"; the median rank's by {_mib(typical)}"
+                median = "" if len(growth) == 1 else f"; the median rank's by {shown_bytes(typical)}"
                 whose = "memory grows" if len(growth) == 1 else f"memory of {who} grows"
                 lines.append(f"{whose}: {_grown(what, float(growth[rank]), steps)}{median}")
         return lines
@@ -73,9 +74,4 @@ class MemoryGrowth:
 
 
 def _grown(what: str, growth: float, steps: int) -> str:
-    return f"{what} bytes by {_mib(growth)} in {steps} steps, {_mib(growth / max(steps, 1))} a step"
-
-
-def _mib(number: float) -> str:
-    mib = number / 2**20
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB" if mib >= 9.5 else f"{mib:.2g} MiB"
+    return f"{what} bytes by {shown_bytes(growth)} in {steps} steps, {shown_bytes(growth / max(steps, 1))} a step"

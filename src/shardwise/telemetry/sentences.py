@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.quantities import shown_bytes, shown_seconds
+
 LEAST = 0.005
 """Share of the time below which a phase is not named."""
 EVEN = 1.05
@@ -61,18 +63,3 @@ def _memory(peak: Mapping[str, Any] | None, *, several: bool) -> str | None:
         return None
     rank = f" (rank {peak['rank']})" if several else ""
     return f"peak memory: {shown_bytes(peak['bytes'])}{rank}"
-
-
-def shown_seconds(seconds: float) -> str:
-    """``8.25 s``, ``41 s``, ``12 min 5 s``, ``3 h 20 min``."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def shown_bytes(number: float) -> str:
-    """``640 MiB``, ``2.1 GiB``."""
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"

@@ -9,6 +9,8 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 """Phases in which a rank waits for no other one."""
 KINDS = {"data": ("data",), "compute": ("forward", "backward", "optimizer"), "other": ("other",)}
 """Kinds of a rank's own work -> the phases that they are made of."""
+LEAST_SHARE, LEAST_SECONDS = 0.05, 0.0005
+"""An excess over the median rank's own time that is less than this of a step, or in seconds, costs nobody anything."""
 
 
 def flat_statistics(table: RankTable) -> dict[str, float]:

@@ -20,17 +20,16 @@ from pytorch_lightning import Callback, Trainer
 
 from shardwise.metrics_file import FINDINGS
 from shardwise.parallel.links import measure_links
+from shardwise.quantities import shown_ms
 from shardwise.telemetry.links import links_line
 from shardwise.telemetry.memory_growth import MemoryGrowth
-from shardwise.telemetry.statistics import KINDS
+from shardwise.telemetry.statistics import KINDS, LEAST_SECONDS, LEAST_SHARE
 from shardwise.telemetry.table import RankTable
 
 log = logging.getLogger(__name__)
 
 WORK = {kind: tuple(f"time/{phase}" for phase in phases) for kind, phases in KINDS.items()}
 """What a rank can be slow in -> the columns that are its time."""
-LEAST_SHARE, LEAST_SECONDS = 0.05, 0.0005
-"""An excess over the median rank's own time that is less than this of a step, or in seconds, costs nobody anything."""
 LEAST_TABLES = 2
 """Logging steps in a row: one alone may have had the one long step that the system was busy with something else."""
 CLEARLY = 1.5
@@ -226,14 +225,6 @@ class Stragglers(Callback):
         if self.folder is not None:
             with contextlib.suppress(OSError), (self.folder / FINDINGS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(finding) + "\n")
-
-
-def shown_ms(seconds: float) -> str:
-    """``31 ms``, ``0.2 ms``, ``1.5 s``."""
-    if seconds >= 1:
-        return f"{seconds:.2g} s"
-    ms = 1000 * seconds
-    return f"{ms:.0f} ms" if ms >= 9.5 else f"{ms:.1f} ms"
 
 
 def _who(rank: int, hosts: Sequence[str]) -> str:
