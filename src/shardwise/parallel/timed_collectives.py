@@ -150,7 +150,7 @@ class _Timed:
 
 
 def _name_of_work(work: Any, *_: Any) -> str:
-    return _OPERATIONS.get(work._get_op_type(), "collective")
+    return _OPERATIONS.get(work._get_op_type(), "a collective without a name")
 
 
 _OPERATIONS: dict[int, str] = {

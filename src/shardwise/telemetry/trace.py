@@ -115,13 +115,16 @@ def add_phases(path: Path, *, last_step: int) -> None:
     row: list[dict[str, Any]] = []
     for mark, ends in zip(marks, [*(float(later["ts"]) for later in marks[1:]), end], strict=True):
         phase, _, collective = mark["name"].removeprefix(MARK).partition(" ")
-        collective = "a collective without a name" if collective == "unknown" else collective  # gloo's reduce-scatter
         if row and row[-1]["name"] == phase and row[-1].get("args", {}).get("collective", "") == collective:
             row[-1]["dur"] = max(0.0, ends - float(row[-1]["ts"]))
             continue
         event = {"ph": "X", "cat": TRACK, "name": phase, "pid": mark["pid"], "tid": TRACK, "ts": mark["ts"]}
         event["dur"] = max(0.0, ends - float(mark["ts"]))
         row.append({**event, "args": {"collective": collective}} if collective else event)
+    if row and steps:  # what was charged when the first step began is marked a moment later
+        begins = min(float(step["ts"]) for step in steps)
+        late = max(0.0, float(row[0]["ts"]) - begins)
+        row[0] |= {"ts": float(row[0]["ts"]) - late, "dur": row[0]["dur"] + late}
     # Also the shadows that ranges cast on a GPU's streams.
     left_out = {e["name"] for e in ranges if STEP.fullmatch(e["name"])} - {e["name"] for e in steps}
     kept = [e for e in events if not str(e.get("name")).startswith(MARK) and e.get("name") not in left_out]
