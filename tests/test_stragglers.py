@@ -187,8 +187,7 @@ def test_a_rank_whose_memory_grows_is_named_with_its_bytes_a_step() -> None:
     leak = [50.0 * index for index in range(16)]
     (first, line), *more = memory_lines({1: leak})
     assert line == (
-        "memory of rank 1 (host-a) grows: resident bytes by 300 MiB in 60 steps, 5 MiB a step; "
-        "the median rank's by 0 B"
+        "memory of rank 1 (host-a) grows: resident bytes by 300 MiB in 60 steps, 5 MiB a step; the median rank's by 0 B"
     )
     assert first == 8
     assert [index for index, _ in more] == [14], "again when it has doubled"

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from shardwise.quantities import shown_ms
-from shardwise.report.figure import DARK, DPI, LIGHT, Theme, drawing, plain, png
+from shardwise.report.figure import DPI, Theme, in_both_themes, plain
 from shardwise.report.web import inline, render_page
 from shardwise.step_clock import PHASES
 from shardwise.telemetry.trace import WAITING, Span, Total, Trace, read_trace, time_in
@@ -40,16 +40,13 @@ def write_timeline(trace: Path, page: Path, *, rank: int, world: int) -> None:
 def render(trace: Trace, file: str, *, rank: int, world: int) -> str:
     """The page, with the picture in it, for light and dark."""
     step = trace.typical_step()
-    images = []
-    for theme in (LIGHT, DARK):
-        with drawing(theme):
-            images.append(inline(png(draw(trace, step, theme))))
+    light, dark = in_both_themes(lambda theme: draw(trace, step, theme))
     return render_page(
         "report/timeline.html.jinja",
         title=f"Rank {rank} of {world}: where {step.name} spent its time",
         sentences=sentences(trace, step),
-        light=images[0],
-        dark=images[1],
+        light=inline(light),
+        dark=inline(dark),
         file=file,
         steps=[one.name for one in trace.steps],
         lengths=[one.length for one in trace.steps],
