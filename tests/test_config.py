@@ -87,7 +87,7 @@ def test_a_misspelt_group_or_choice_names_the_nearest(group: str) -> None:
         ("hydra.verbos=true", "hydra.verbos: Hydra has no such setting"),
         ("seed=${nowhere}", "seed: it refers to nowhere, and there is no such key"),
         ("seed=${oc.env:NO_SUCH_VARIABLE}", "seed: \"Environment variable 'NO_SUCH_VARIABLE' not found\""),
-        ("data=text,digits", "data=text,digits: several values are a sweep (-m data=text,digits), and a list is"),
+        ("data=text,digits", "data=text,digits: several values are a sweep (-m data=text,digits), and data takes one"),
         ("fsdp", "fsdp: not of the form key=value; did you mean strategy=fsdp?"),
         ("=", "=: not of the form key=value"),
         ("a b", "a b: not of the form key=value"),

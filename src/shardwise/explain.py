@@ -77,7 +77,7 @@ def check_overrides(overrides: Sequence[str], groups: Mapping[str, Sequence[str]
 
 def _check_choice(text: str, parsed: Override, group: str, names: Sequence[str]) -> None:
     value = parsed.value()
-    if isinstance(value, list) and group not in SEVERAL:
+    if isinstance(value, list) and all(isinstance(v, str) for v in value) and group not in SEVERAL:
         shown = f"{group}={'|'.join(names)}"
         raise ConfigError(f"{text}: {group} takes one choice ({shown}); a list is for callbacks=[a,b]")
     if isinstance(value, (str, Mapping)) or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
@@ -126,7 +126,7 @@ def explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> str:
     if match := re.search(r"Ambiguous value for argument '([^']*)'", text):
         key, _, value = match[1].partition("=")
         if key in groups and key not in SEVERAL:
-            return f"{match[1]}: {key} takes one choice; several are a sweep (-m {match[1]})"
+            return f"{match[1]}: several values are a sweep (-m {match[1]}), and {key} takes one choice"
         return f"{match[1]}: several values are a sweep (-m {match[1]}), and a list is {key}=[{value}]"
     if match := re.search(r"Sweep parameters? '(.*)' requires --multirun", text):
         return f"{match[1]}: several values are a sweep, which -m starts: type -m '{match[1]}'"
