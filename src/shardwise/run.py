@@ -156,30 +156,31 @@ def run_job(job: Job, stop: Stop | None = None, ending: Ending | None = None) ->
             raise unwritable(job.run_folder, error) from error
         raise
     finally:
-        if trainer is not None and exit_code == 0:
-            values.update(trainer.callback_metrics)
-        elif trainer is not None:
-            if exit_code == 1:
+        try:
+            if trainer is not None and exit_code == 1:
                 with contextlib.suppress(Exception):  # there is an error to tell of already
                     wait_for_checkpoints(trainer, seconds=SAVING_SECONDS)
-            # Plain numbers that are there: peers may be gone, and the device may be broken.
-            for logger in trainer.loggers:
-                values.update(logger.last if isinstance(logger, JsonlLogger) else {})
-        result = {
-            "status": status,
-            "run_id": job.run_id,
-            "steps": 0 if trainer is None else trainer.global_step,
-            "metrics": {name: float(value) for name, value in values.items()},
-            **ended_by,
-        }
-        if trainer is not None and (measured := _telemetry(trainer)):
-            result["telemetry"] = measured
-        with undisturbed():
-            if writer is not None and writer.record:
-                writer.finish(result, hosts=[] if trainer is None else getattr(trainer.strategy, "hosts", []))
-            for logger in [] if trainer is None else trainer.loggers:
-                if isinstance(logger, WandbTracker):
-                    logger.finish(exit_code)
+        finally:
+            with undisturbed():  # all of it: a peer that has failed may have this rank ended at any moment
+                if trainer is not None and exit_code == 0:
+                    values.update(trainer.callback_metrics)
+                elif trainer is not None:
+                    # Plain numbers that are there: peers may be gone, and the device may be broken.
+                    for logger in trainer.loggers:
+                        values.update(logger.last if isinstance(logger, JsonlLogger) else {})
+                result = {
+                    "status": status,
+                    "run_id": job.run_id,
+                    "steps": 0 if trainer is None else trainer.global_step,
+                    "metrics": {name: float(value) for name, value in values.items()},
+                    **ended_by,
+                    **_telemetry(trainer),
+                }
+                if writer is not None and writer.record:
+                    writer.finish(result, hosts=[] if trainer is None else getattr(trainer.strategy, "hosts", []))
+                for logger in [] if trainer is None else trainer.loggers:
+                    if isinstance(logger, WandbTracker):
+                        logger.finish(exit_code)
         if dist.is_available() and dist.is_initialized() and exit_code in (0, PREEMPTED):
             dist.destroy_process_group()
     if rank == 0:
@@ -187,10 +188,11 @@ def run_job(job: Job, stop: Stop | None = None, ending: Ending | None = None) ->
     return result
 
 
-def _telemetry(trainer: pl.Trainer) -> dict[str, Any]:
-    """What the training's time and memory went to, as far as it is known; asks no other rank."""
-    metrics = [callback for callback in trainer.callbacks if isinstance(callback, StepMetrics)]  # type: ignore[attr-defined]
-    return metrics[0].summary() if metrics else {}
+def _telemetry(trainer: pl.Trainer | None) -> dict[str, Any]:
+    """What the training's time and memory went to, under its key in ``result.json``; asks no other rank."""
+    callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    measured = next((callback.summary() for callback in callbacks if isinstance(callback, StepMetrics)), {})
+    return {"telemetry": measured} if measured else {}
 
 
 def _leave_failed(job: Job, writer: RunFolder, trainer: pl.Trainer) -> None:
